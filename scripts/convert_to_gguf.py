@@ -73,8 +73,8 @@ class Source(NamedTuple):
     tensors: Mapping[str, LazyTensor]  # under GGUF's names and in its layout
 
 
-def import_gguf() -> Any:
-    with requires_package("gguf>=0.18", "--to gguf"):
+def import_gguf(feature: str = "--to gguf") -> Any:
+    with requires_package("gguf>=0.18", feature):
         import gguf
     return gguf
 
@@ -85,6 +85,14 @@ def gguf_name(name: str) -> str:
         raise CheckpointError(f"llama.cpp's models have no {name}; use --to hf")
     block = f"blk.{place[1]}." if len(place) > 1 else ""
     return f"{block}{NAMES[module]}.{'bias' if module in ('bq', 'bk', 'bv') else 'weight'}"
+
+
+def rope_factors(config: ModelConfig) -> torch.Tensor:
+    """Return what Llama 3's scaling divides the frequency of each pair by."""
+    unscaled = config.model_copy(update={"rope_scaling_factor": None})
+    pairs = [precompute_freqs(each, torch.ones(1, 1)) for each in (unscaled, config)]
+    before, after = (torch.atan2(sin[..., 1::2], cos[..., ::2]).flatten() for cos, sin in pairs)
+    return before / after
 
 
 def read_source(folder: Path, name: str, config: ModelConfig, tokenizer: Any) -> Source:
@@ -100,10 +108,7 @@ def read_source(folder: Path, name: str, config: ModelConfig, tokenizer: Any) ->
             tensor = permuted(parameter, tensor, config, to_huggingface=True)
         tensors[gguf_name(parameter)] = tensor
     if config.rope_scaling_factor is not None and config.rope_scaling_type == "llama3":
-        unscaled = config.model_copy(update={"rope_scaling_factor": None})
-        pairs = [precompute_freqs(each, torch.ones(1, 1)) for each in (unscaled, config)]
-        before, after = (torch.atan2(sin[..., 1::2], cos[..., ::2]).flatten() for cos, sin in pairs)
-        tensors["rope_freqs.weight"] = lazy(before / after)
+        tensors["rope_freqs.weight"] = lazy(rope_factors(config))
     context = huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
     # Up to its length, a sliding window changes nothing, and llama.cpp has none.
     return Source(name, config, tokenizer, min(context, config.sliding_window or context), tensors)

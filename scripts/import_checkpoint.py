@@ -1,12 +1,13 @@
-"""Import a Llama model from a Hugging Face folder or Meta's download, as a checkpoint to start training from.
+"""Import a Llama model from Hugging Face, Meta or llama.cpp, as a checkpoint to start training from.
 
     ./paddock import models/Llama-3.2-1B models/start
     ./paddock import meta-llama/Llama-3.2-1B models/start
     ./paddock import ~/.llama/Llama3.2-1B models/start
+    ./paddock import model.gguf models/start --tokenizer meta-llama/Llama-3.2-1B
 
 PRETRAIN_CHECKPOINT accepts Hugging Face folders and names directly, but only an imported copy is verified at
 each start. A Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running
-code.
+code. A GGUF file needs the package gguf and the model's tokenizer; its weights become float32.
 """
 
 import os
@@ -19,6 +20,8 @@ from typing import Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
+import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -34,7 +37,16 @@ from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from extensions.inference.weights import find_model, publish_model
-from tokenizer import load_tokenizer, read_generation
+from scripts.convert_to_gguf import ARCHITECTURES, HALVES, gguf_name, import_gguf, rope_factors
+from tokenizer import BaseTokenizer, load_tokenizer, read_generation
+
+# Fields of a GGUF file, below the name of its architecture, and of config.json.
+GGUF_FIELDS = {
+    "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "rope.freq_base": "rope_theta",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "context_length": "max_position_embeddings"}
+NOT_READ = {"vocab_size", "rope.dimension_count", "attention.value_length", "tensor_data_layout"}
 
 
 def from_meta(tensors: Mapping[str, Tensor],
@@ -95,6 +107,58 @@ def read_meta(file: Path,
     return state, huggingface.checked_settings(settings, "--rope-scaling-factor"), 8192
 
 
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[str]]:
+    """Read a GGUF file; return config.json's content, tensors under Hugging Face's names, and the tokens."""
+    gguf = import_gguf(f"the import of {file.name}")
+    try:
+        reader = gguf.GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        stored = {each.name: dequantized(gguf, each) for each in reader.tensors}
+    except (OSError, ValueError, IndexError, NotImplementedError) as error:
+        raise CheckpointError(f"{file} {unreadable(error, 'use another file')}") from error
+    kind = fields.get("general.architecture")
+    given = {name.removeprefix(f"{kind}."): float(str(np.float32(value))) if type(value) is float else value
+             for name, value in fields.items() if name.startswith(f"{kind}.")}  # 1e-05, not 9.9999997e-06
+    content = {field: given[name] for name, field in GGUF_FIELDS.items() if name in given}
+    content |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in stored}
+    unlike = sorted(given.keys() - GGUF_FIELDS.keys() - NOT_READ)
+    if (factors := stored.pop("rope_freqs.weight", None)) is not None:  # with Llama 3's other numbers
+        content["rope_scaling"] = {"rope_type": "llama3", "factor": round(float(factors.full().max()), 3),
+                                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 8192}
+    if kind in ARCHITECTURES.values() and not unlike:
+        config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
+        if given.get("rope.dimension_count", config.head_dim) != config.head_dim or (
+                factors is not None and not torch.allclose(rope_factors(config), factors.full(), rtol=1e-3)):
+            unlike = ["another rotary embedding"]
+    if kind not in ARCHITECTURES.values() or unlike:
+        raise CheckpointError(f"{file} has a {kind} model{' with ' * bool(unlike)}{', '.join(unlike)}, which "
+                              "is not supported; import the model's Hugging Face folder")
+    for name in huggingface.parameter_shapes(config, 1):
+        if (tensor := stored.pop(gguf_name(name), None)) is not None:
+            rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
+            stored[huggingface.huggingface_name(name)] = rotated
+    return content, stored, fields["tokenizer.ggml.tokens"]
+
+
+def dequantized(gguf: Any, stored: Any) -> LazyTensor:
+    """Return a tensor of a GGUF file in float32."""
+    def read(start: int, stop: int) -> Tensor:
+        rows = gguf.quants.dequantize(stored.data[start:max(stop, start + 1)], stored.tensor_type)
+        return torch.tensor(rows[:stop - start])
+
+    read(0, 1)  # NotImplementedError for some types
+    return LazyTensor(tuple(map(int, reversed(stored.shape))), torch.float32, read)
+
+
+def check_tokens(tokenizer: BaseTokenizer, tokens: list[str], file: Path) -> None:
+    """Raise CheckpointError unless a tokenizer's ids stand for the tokens in a GGUF file."""
+    vocab = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab()
+    if wrong := [token for token, number in vocab.items() if tokens[number:number + 1] != [token]]:
+        raise CheckpointError(f"{len(wrong)} tokens of --tokenizer, such as {wrong[0]!r}, have other ids in "
+                              f"{file}; name this model's own tokenizer")
+
+
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
                       rope_scaling_factor: Optional[float] = None) -> None:
     check_new(output)
@@ -103,14 +167,22 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
-        source = folder = find_model(str(source))
-        refuse_adapters(folder)
-        content, tensors = read_model_json(folder / "config.json"), huggingface.load_model_weights(folder)
+        if source.suffix == ".gguf":
+            if tokenizer_path is None:  # a file names its way to split text, but does not contain it
+                raise CheckpointError(f"{source} does not contain all of its tokenizer; name the model's own "
+                                      "with --tokenizer: a tokenizer.json, its folder, or a hub name")
+            content, tensors, tokens = read_gguf(source)
+            tokenizer = load_tokenizer(tokenizer_path)
+            check_tokens(tokenizer, tokens, source)
+        else:
+            source = folder = find_model(str(source))
+            refuse_adapters(folder)
+            content, tensors = read_model_json(folder / "config.json"), huggingface.load_model_weights(folder)
+            tokenizer = load_tokenizer(tokenizer_path or str(folder))
+            tokenizer.generation = read_generation(folder)
         config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
         max_seq_len = huggingface.context_length(content)
         state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
-        tokenizer = load_tokenizer(tokenizer_path or str(folder))
-        tokenizer.generation = read_generation(folder)
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {rows:,}; "
@@ -135,10 +207,12 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("source", type=Path,
-                        help="a Hugging Face folder or name, a run, or Meta's folder or .pth file")
+                        help="a Hugging Face folder or name, a run, Meta's folder or .pth file, or a .gguf "
+                             "file")
     parser.add_argument("output", type=local_path, help="folder of the new checkpoint")
     parser.add_argument("--tokenizer", metavar="PATH",
-                        help="the model's tokenizer (default: the one next to the weights)")
+                        help="the model's tokenizer (default: the one next to the weights; needed "
+                             "for a .gguf file)")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
                         help="RoPE scaling factor for Meta's format, where params.json may lack it (default: "
                              "8, or 32 with tied embeddings)")

@@ -24,6 +24,8 @@ from config import (
     CORE_SECTIONS,
     DROPPED,
     EXTENSION_SECTIONS,
+    KIND_OF_STAGE,
+    SECTIONS,
     Config,
     base_rules,
     extension_module,
@@ -426,7 +428,16 @@ def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred
     if 0 < config.max_steps < config.warmup_steps and "warmup_steps" not in deferred:
         yield (f"WARMUP_STEPS={config.warmup_steps} exceeds MAX_STEPS={config.max_steps}, so the rate never "
                "reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
-    yield from without_switch(config, layers, "lora_", "lora_enabled")
+    for feature in ("lora", "distillation"):
+        yield from without_switch(config, layers, f"{feature}_", f"{feature}_enabled")
+    # `.env` serves all stages, but a flag is for this run.
+    for stage in filter(config.training_stage.__ne__, KIND_OF_STAGE):
+        at_stage = config.model_copy(update={"training_stage": stage})
+        owned = [name for section in SECTIONS if section.is_used(at_stage) > section.is_used(config)
+                 for name in section.model_fields]
+        if idle := [name.upper() for name in layers[-1].values if name in (*owned, f"{stage}_data_path")]:
+            yield (f"command line: TRAINING_STAGE={config.training_stage} ignores settings of {stage}: "
+                   f"{', '.join(idle)}; remove these flags, or set that stage")
     if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
         yield f"Without extensions/, these names are not settings: {', '.join(unused)}"
 

@@ -10,14 +10,16 @@ import torch
 from factories import new_model
 
 from checkpoint import huggingface
+from checkpoint.tensors import read_all
 from common.errors import CheckpointError
 from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
+from scripts.import_checkpoint import import_checkpoint
 from tokenizer import Tokenizer
 
 MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_factor": 8.0, "rope_original_max_len": 64, "rope_theta": 10_000.0},
-          "linear": {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "narrow": {"dim": 48, "head_width": 12},
+          "llama 3.1": {"rope_scaling_factor": 8.0}, "linear": {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "narrow": {"dim": 48, "head_width": 12},
           "qwen2": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3", "head_width": 24},
           "yarn": {"model_type": "qwen2", "rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_high_freq_factor": 32.0,
                    "rope_original_max_len": 64}, "mistral": {"model_type": "mistral", "sliding_window": 100},
@@ -46,10 +48,10 @@ class Written(dict):
         return lambda *values, **_: self.update({name.removeprefix("add_"): values[0] if values else None})
 
 
-def save(folder, **settings):
+def save(folder, pairs=b"etaoinsh", **settings):
     """A folder of a random model with large weights, whose tokenizer has merges."""
     folder.mkdir()
-    pairs = [bytes([a, b]) for a in b"etaoinsh" for b in b"etaoinsh"][:44]
+    pairs = [bytes([a, b]) for a in pairs for b in pairs][:44]
     tokenizer = Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
     config = ModelConfig(**{"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "init_std": 0.1, **settings})
     model = new_model(config, tokenizer.vocab_size)
@@ -74,13 +76,44 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
         assert kinds["blk.0.attn_q.weight"] == "F16" and kinds["blk.0.ffn_down.weight"] == "Q8_0"
     assert reader.fields["tokenizer.ggml.pre"].contents() == "llama-bpe" and reader.fields["tokenizer.ggml.add_bos_token"].contents() is True
     context = reader.fields[f"{reader.fields['general.architecture'].contents()}.context_length"].contents()
-    assert context == (100 if name == "mistral" else 512 if name == "llama3 scaling" else 256)
+    assert context == {"mistral": 100, "llama3 scaling": 512, "llama 3.1": 65_536}.get(name, 256)
     assert "compared with the model's: within the rounding of q8_0" in (tmp_path / "q8_0.md").read_text()
     assert "FROM ./q8_0.gguf" in (modelfile := (tmp_path / "q8_0.Modelfile").read_text()) and 'PARAMETER stop "<|eot_id|>"' in modelfile
+    if name in ("llama3 scaling", "linear", "yarn"):  # a file of the first does not have its parameters
+        with pytest.raises(CheckpointError, match="with (another|rope.scaling.factor, ).* is not supported; import the model's Hugging Face folder"):
+            import_checkpoint(tmp_path / "f32.gguf", tmp_path / "f32", str(folder))
+        return
+    for kind in ("f32", "q8_0"):
+        import_checkpoint(tmp_path / f"{kind}.gguf", tmp_path / kind, str(folder))
+    before, after = (read_all(huggingface.load_model_weights(each)) for each in (folder, tmp_path / "f32"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((tmp_path / "f32" / "tokenizer.json").read_text())
+    tokens = torch.arange(0, 400, 7)[None]
+
+    def logits(folder, **file):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **file)(tokens).logits
+
+    assert torch.allclose(logits(folder), logits(tmp_path / "f32"), atol=1e-5)
     if name in ("llama", "narrow", "qwen2"):
-        actual, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder, **file) for file in ({}, {"gguf_file": str(tmp_path / "f32.gguf")}))
-        tokens = torch.arange(0, 400, 7)[None]
-        assert (actual(tokens).logits - reference(tokens).logits).abs().max() < 1e-4
+        for kind in ("f32", "q8_0"):
+            assert (logits(tmp_path / kind) - logits(folder, gguf_file=str(tmp_path / f"{kind}.gguf"))).abs().max() < 1e-4
+
+
+def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_path):
+    folder, file, output = save(tmp_path / "model"), tmp_path / "f16.gguf", tmp_path / "out"
+    script.convert(folder, file, "f16")
+    with pytest.raises(CheckpointError, match="does not contain all of its tokenizer; name the model's own with --tokenizer"):
+        import_checkpoint(file, output)
+    other = save(tmp_path / "other", pairs=b"hsnioate")
+    with pytest.raises(CheckpointError, match=r"\d+ tokens of --tokenizer, such as '..', have other ids in .*f16.gguf; name this model's own"):
+        import_checkpoint(file, output, str(other))
+    import_checkpoint(file, output, str(folder))
+    assert {tensor.dtype for tensor in huggingface.load_model_weights(output).values()} == {torch.float32}
+    content = file.read_bytes()
+    for damaged in (content[:-1000], content[:5000], b"", b"version https://git-lfs.github.com/spec/v1"):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="f16.gguf cannot be read: "):
+            import_checkpoint(file, tmp_path / "damaged", str(folder))
 
 
 @pytest.mark.parametrize("kind, error", [("f32", 1e-3), ("q8_0", 1e-2)])

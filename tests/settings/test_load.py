@@ -421,11 +421,25 @@ def test_a_warm_up_that_never_ends_is_warned_of(warmup, is_too_long):
     assert [each.partition(",")[0] for each in warnings] == [f"WARMUP_STEPS={warmup} exceeds MAX_STEPS=50"] * is_too_long
 
 
-@pytest.mark.parametrize("switch", [(), ("--lora-enabled",), ("--lora-enabled", "false")])
-def test_adapters_that_are_not_switched_on_are_warned_of(switch):
-    flags = ["--lora-rank", "8", "--lora-alpha", "16", "--pretrain-checkpoint", "base", *switch]
-    words = "command line: LORA_RANK=8 has no effect without LORA_ENABLED=true"
-    assert [each.partition(";")[0] for each in load(*flags).warnings] == [words] * (not switch)
+@pytest.mark.parametrize("switch", [(), ("true",), ("false",)])
+@pytest.mark.parametrize("feature, name", [("lora", "rank"), ("distillation", "temperature")])
+def test_a_feature_that_is_not_switched_on_is_warned_of(feature, name, switch):
+    flags = [f"--{feature}-{name}", "8", "--pretrain-checkpoint", "base", *("--teacher-model", "x") * ("true" in switch and feature != "lora"),
+             *(f"--{feature}-enabled={value}" for value in switch)]
+    words = f"command line: {feature.upper()}_{name.upper()}=8 has no effect without {feature.upper()}_ENABLED=true"
+    assert [each.partition(";")[0].replace("8.0", "8") for each in load(*flags).warnings] == [words] * (not switch)
+
+
+@pytest.mark.parametrize("flags, stage, ignored", [
+    (("--grpo-group", "8"), "sft", {"grpo": "GRPO_GROUP"}), (("--beta1", "0.8", "--pref_beta", "0.2", "--reward", "math"), "pretrain", {"dpo": "DPO_BETA", "grpo": "REWARD"}),
+    (("--simpo-beta", "2", "--kto-desirable-weight", "1"), "dpo", {}), (("--grpo-data-path", "x", "--dpo-data-path", "y"), "dpo", {"grpo": "GRPO_DATA_PATH"}),
+    (("--dpo-beta", "0.1", "--simpo-beta", "1"), "grpo", {"dpo": "DPO_BETA, SIMPO_BETA"})])
+def test_flags_of_another_stage_are_warned_of_and_lines_in_env_are_not(flags, stage, ignored):
+    common = ["--training-stage", stage, f"--{stage}-data-path", "data", "--instruct-checkpoint", "base"]
+    env = "".join(f"{name.lstrip('-').replace('-', '_').upper()}={value}\n" for name, value in zip(flags[::2], flags[1::2]))
+    assert load(*common, env=env).warnings == ()
+    assert load(*common, *flags).warnings == tuple(
+        f"command line: TRAINING_STAGE={stage} ignores settings of {other}: {names}; remove these flags, or set that stage" for other, names in ignored.items())
 
 
 ORDINARY_KEYS = """
