@@ -267,11 +267,7 @@ class Tokenizer(BaseTokenizer):
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
-    """Any tokenizer.json, with control tokens from the files beside it.
-
-    Args:
-        control: names of further control tokens.
-    """
+    """Any tokenizer.json, with control tokens from the files beside it, and those named in `control`."""
 
     def __init__(self, file: Path, name: str, control: Collection[str] = ()):
         setting = f"TOKENIZER_PATH={name}"

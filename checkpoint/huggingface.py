@@ -197,9 +197,11 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:
         if head is not None and (embedding is None or not embedding.equals(head)):
-            raise CheckpointError("the weights have a separate lm_head.weight; set TIE_EMBEDDINGS=false")
+            raise CheckpointError("the weights have a separate lm_head.weight; set tie_word_embeddings to "
+                                  "false in config.json")
     elif head is None:
-        raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
+        raise CheckpointError("the weights have no lm_head.weight; if the model was trained without one, set "
+                              "tie_word_embeddings to true in config.json")
     shapes = parameter_shapes(model_config, padded_vocab)
     internal_names = {huggingface_name(name): name for name in shapes}
     missing = [name for name in internal_names if name not in tensors]
@@ -207,13 +209,12 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
                and not name.endswith(".inv_freq")]  # a buffer in old files
     if unknown or missing:
         problem = f"lack {missing[0]}" if missing else f"contain {unknown[0]}, which this model does not have"
-        raise CheckpointError(f"the weights {problem} ({len(missing)} missing, {len(unknown)} unknown); set "
-                              "N_LAYERS and the other model settings as in the checkpoint's config.json")
+        raise CheckpointError(f"the weights {problem} ({len(missing)} missing, {len(unknown)} unknown); they "
+                              "are not those that config.json describes: download both again")
     state = {}
     for external, name in internal_names.items():
         tensor = checked(external, tensors[external]) if finite else tensors[external]
-        mismatch = (f"{external} is {{}} in the checkpoint, but the settings and the tokenizer give {{}}; "
-                    "set the model settings as in the checkpoint's config.json")
+        mismatch = f"{external} is {{}}, but config.json and the tokenizer give {{}}; download all again"
         state[name] = to_internal_layout(name, tensor, shapes[name], model_config, mismatch)
     return state
 

@@ -303,15 +303,11 @@ def error_of_share(share: float, n: int) -> float:
 
 
 def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
-    """Return the standard error of the mean loss over all units, from blocks; None for fewer than two blocks.
+    """Return the standard error of the mean loss over all units, from blocks' mean losses and counts.
 
-    Units of a block are correlated, and blocks differ in size. The mean R is the ratio of the sums of loss
-    sums L and counts C over B blocks; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
-    Source: Cochran 1977, Sampling Techniques, chapter 6, ratio estimate without finite correction.
-
-    Args:
-        losses: mean loss of each block.
-        counts: number of units in each block.
+    Units of a block are correlated, and blocks differ in size; one block gives None. The mean R is the ratio
+    of the sums of loss sums L and counts C over B blocks; its variance is B / (B - 1) * sum((L - R C)^2) /
+    sum(C)^2. Source: Cochran 1977, Sampling Techniques, chapter 6, ratio estimate without finite correction.
     """
     blocks, total = len(losses), counts.sum()
     if blocks < 2 or not total:

@@ -298,7 +298,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
     if not folders:
         if os.path.isfile(Path(name).expanduser()):
             raise CheckpointError(f"{name} is a file; name the folder of a run, a checkpoint or a Hugging "
-                                  "Face model with safetensors, or import a .gguf or .pth file with "
+                                  "Face model, or import a .gguf or .pth file first: "
                                   f"{command('scripts/import_checkpoint.py')} FILE FOLDER")
         raise CheckpointError(f"there is no checkpoint {name!r} in {run_dir.parent} or at that path; "
                               f"{command('scripts/runs.py')} lists the runs")

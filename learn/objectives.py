@@ -469,8 +469,7 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher_logits_MV: Tensor, 
                settings: tuple[str, float, float]) -> MixedLoss:
     """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
 
-    Args:
-        settings: kind, temperature and jsd_beta of `divergence`.
+    `settings` are kind, temperature and jsd_beta of `divergence`.
     """
     divergence_M, gradient_MV = divergence(logits_MV, teacher_logits_MV, *settings)
     # Written out, so that value and gradient of the cross-entropy share its exponentials.

@@ -37,9 +37,7 @@ class RankShard:
     SHARDING, a rank writes those that it holds, up to the blocks that are hashed; those of other machines are
     sent. Otherwise the ranks divide the rows.
 
-    Args:
-        shards: number of ranks that hold one copy of the model.
-        block_multiple: of the rows in a hashed block.
+    `shards` ranks hold one copy of the model; hashed blocks have a multiple of `block_multiple` rows.
     """
 
     @collective
