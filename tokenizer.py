@@ -274,7 +274,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self._file, self._name, self._document, config = file, name, read_object(file, setting), {}
         for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
-                config = {**read_object(file.parent / other, setting), **config}
+                more = read_object(file.parent / other, setting)  # in transformers' order
+                config = {**more, **config} if "added_tokens_decoder" in config else {**config, **more}
         self.generation = read_generation(file.parent)
         self.added_tokens = added_tokens(self._document, config, self.generation, control)
         if self.added_tokens:

@@ -16,6 +16,7 @@ from checkpoint.huggingface import (
     checked,
     checked_settings,
     name_of_download,
+    other_format,
     read_model_json,
     to_huggingface_layout,
     to_internal_layout,
@@ -103,7 +104,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
             state[name] = to_internal_layout(name, tensor, shape, model_config, mismatch).full()
     if remaining:
         raise CheckpointError(f"the adapters contain {min(remaining)}, which this model does not have "
-                              f"({len(remaining)} such tensors); use the base that they were trained on")
+                              f"({len(remaining)} such tensors); use their own base, or {MERGE}")
     return state
 
 
@@ -211,6 +212,8 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {way}")
     base_info = read_model_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
+    if not os.path.exists(folder / WEIGHTS_FILE):
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
     tensors = open_tensors(folder / WEIGHTS_FILE)
     check_targets(content, tensors, model_config, token_ids)
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)

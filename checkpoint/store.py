@@ -194,9 +194,7 @@ def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda s
     """Verify size and hash of a checkpoint's listed files, and return its manifest.
 
     The folder may be a link, but links inside must not lead outside.
-
-    Args:
-        resumes: given the trainer state, whether it will be resumed; if not, the optimizer's file is skipped.
+    `resumes` tells from the trainer state whether it will be resumed; else the optimizer's file is skipped.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -37,6 +37,7 @@ TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false"
 # Names for a number from which a setting follows: the setting, and what the number is multiplied by.
 COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
 DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
+BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
@@ -55,6 +56,8 @@ OTHER_FORMATS = {
     r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
                                 "transformers' from_pretrained, write another with save_pretrained, and copy "
                                 "the tokenizer's files to it",
+    r"adapter_model\.bin": "{0} has pickled weights, which can run code; load the adapters with PEFT's "
+                          "from_pretrained, and write others with save_pretrained",
     r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
         "(nanochat?); convert it to transformers' format with that trainer's tools"}
 VALUE_ALIASES |= _TABLES["values"]
@@ -83,8 +86,8 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         pairs = (pair.split("=") for each in translations for pair in each.split())
         settings = {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
         return settings if settings.keys() <= Config.model_fields.keys() else None  # without extensions/
-    if form in COMPUTED:
-        return {COMPUTED[form][0]: (form, text)}
+    if form in COMPUTED or form in BETAS:
+        return {COMPUTED.get(form, ("dpo_beta",))[0]: (form, text)}
     if {"", text, TRUTH.get(text)} & {*HARMLESS.get(form, ())}:
         return {}
     setting = ALIASES.get(form, form)
@@ -154,6 +157,12 @@ def compute(layers: Sequence) -> None:
             name = f"{stage}_data_path"
             layer.values.setdefault(name, (value, where))
             layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
+        elif alias in BETAS:
+            del layer.notes[name]
+            name = {"orpo": "orpo_lambda", "simpo": "simpo_beta"}.get(config.preference_objective, name)
+            name = "grpo_beta" if config.training_stage == "grpo" else name
+            layer.put(name, value, where, f": {alias}, our {name.upper()},")
+            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(value)}"
         elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
             reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
             layer.problems.append(

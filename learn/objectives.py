@@ -488,10 +488,8 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher_logits_MV: Tensor, 
 class Distillation(NextToken):
     """DISTILLATION_WEIGHT times the divergence from the teacher, plus the remaining share of cross-entropy.
 
-    Both, in nats per target and without weights, are also metrics.
-
-    Args:
-        compiled: compile the computation over the vocabulary, which is faster only on a GPU.
+    Both, in nats per target and without weights, are also metrics. `compiled` compiles the
+    computation over the vocabulary, which is faster only on a GPU.
     """
 
     def __init__(self, config: DistillationConfig, teacher: Teacher, compiled: bool = False):

@@ -268,7 +268,7 @@ FAULTS = [
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
     fault("GGUF: Qwen's heads as Llama's", "scripts/convert_to_gguf.py", 'HALVES = ("qwen2", "qwen3")', "HALVES = ()",
           GGUF),
-    fault("GGUF: rope factors are inverted", "scripts/convert_to_gguf.py", "lazy(before / after)", "lazy(after / before)", GGUF),
+    fault("GGUF: rope factors are inverted", "scripts/convert_to_gguf.py", "return before / after", "return after / before", GGUF),
     fault("GGUF: the betas of YaRN are exchanged", "scripts/convert_to_gguf.py", '"rope_scaling_yarn_beta_slow": config.rope_low_freq_factor',
           '"rope_scaling_yarn_beta_slow": config.rope_high_freq_factor', GGUF),
     fault("GGUF: tokens of users control", "scripts/convert_to_gguf.py", "else kinds.USER_DEFINED", "else kinds.CONTROL", GGUF),

@@ -261,6 +261,16 @@ def test_transformers_adds_the_bos_token_by_default(native, transformers_tokeniz
         getattr(native, f"{role}_id") for role in roles]
 
 
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}])
+def test_two_configurations_that_differ_have_the_precedence_of_transformers(more, hf_tokenizer, tmp_path):
+    hf_tokenizer.save_huggingface(tmp_path)
+    for name, end in (("tokenizer_config.json", {**more, "eos_token": "<|eot_id|>"}), ("special_tokens_map.json", {"eos_token": "<|eom_id|>"})):
+        content = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**content, **end}))
+    reference = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt").AutoTokenizer
+    assert load_tokenizer(str(tmp_path)).eos_id == reference.from_pretrained(tmp_path).eos_token_id
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 @pytest.mark.parametrize("put, words", [(os.mkfifo, "is not a plain file"), (lambda path: path.symlink_to("gone"), "No such file")])
 def test_a_pipe_or_broken_link_beside_a_tokenizer_is_refused(name, put, words, hf_tokenizer, tmp_path):

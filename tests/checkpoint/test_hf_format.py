@@ -12,7 +12,7 @@ import torch
 from commands import python
 from factories import in_transformers, new_model
 
-from checkpoint import huggingface, store
+from checkpoint import huggingface, peft, store
 from checkpoint.tensors import LazyTensor, lazy, read_all
 from common.errors import CheckpointError, DataError
 from config import ModelConfig
@@ -217,6 +217,19 @@ def test_a_tied_head_that_is_stored_anyway_and_the_buffers_of_old_files_are_igno
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"],
              "model.layers.0.self_attn.rotary_emb.inv_freq": lazy(torch.ones(8))}
     assert huggingface.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
+    for ties, stored in ((True, {"lm_head.weight": lazy(torch.ones(VOCAB, 64))}), (False, {})):
+        with pytest.raises(CheckpointError, match=f"lm_head.weight; .*set tie_word_embeddings to {str(not ties).lower()} in config.json"):
+            huggingface.from_huggingface({**tensors, **stored}, config.model_copy(update={"tie_embeddings": ties}), padded(VOCAB))
+
+
+def test_integers_fp8_and_pickled_adapters_are_refused_with_a_way(tmp_path):
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(CheckpointError, match="w has dtype torch.*8.*; use another checkpoint"):
+            huggingface.checked("w", lazy(torch.zeros(2, 2).to(dtype)))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(CheckpointError, match="has no adapter_model.safetensors; adapter_model.bin has pickled weights.*PEFT's from_pretrained"):
+        peft.load_adapter_folder(tmp_path, config_of("tied, grouped"), padded(VOCAB))
 
 
 def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypatch):

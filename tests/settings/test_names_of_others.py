@@ -96,6 +96,11 @@ def test_data_under_another_name_needs_no_sample():
 
 @pytest.mark.parametrize("config, name, value", [
     ({"report_to": "mlflow"}, "mlflow_enabled", True), ({"report_to": []}, "mlflow_enabled", False), ({"resume_from_checkpoint": "latest"}, "resume", "auto"),
+    *(({"training_stage": "dpo", "dpo_data_path": "x", "instruct_checkpoint": "x", "pref_loss": loss, "pref_beta": 0.3}, name, 0.3)
+      for loss, name in (("sigmoid", "dpo_beta"), ("orpo", "orpo_lambda"), ("simpo", "simpo_beta"))),
+    ({"rl": "grpo", "grpo_data_path": "x", "instruct_checkpoint": "x", "rl_beta": 0.3}, "grpo_beta", 0.3),
+    ({"training": {"dtype": "float32"}}, "precision", "auto"), ({"training": {"dtype": "bfloat16"}}, "optimizer_dtype", "bf16"),
+    ({"init_from": "scratch"}, "pretrain_checkpoint", None), ({"init_from": "resume"}, "pretrain_checkpoint", None), ({"init_from": "a"}, "pretrain_checkpoint", "a"),
     ({"mixed_precision": "no"}, "precision", "fp32"), ({"torch_dtype": "torch.bfloat16"}, "precision", "bf16")])
 def test_values_of_others_have_their_meaning(config, name, value):
     assert getattr(load(config=config).config, name) == value
