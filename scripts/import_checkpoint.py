@@ -31,7 +31,7 @@ from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, run_script, unreadable
+from common.errors import CheckpointError, SettingsError, local_path, run_script, unreadable
 from common.files import WrongContentError, plain
 from common.text import command, counted, show
 from config import ModelConfig
@@ -122,6 +122,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[s
     content = {field: given[name] for name, field in GGUF_FIELDS.items() if name in given}
     content |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in stored}
     unlike = sorted(given.keys() - GGUF_FIELDS.keys() - NOT_READ)
+    unlike += ["tensors in other files"] * (fields.get("split.count", 1) > 1)
     if (factors := stored.pop("rope_freqs.weight", None)) is not None:  # with Llama 3's other numbers
         content["rope_scaling"] = {"rope_type": "llama3", "factor": round(float(factors.full().max()), 3),
                                    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -138,7 +139,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[s
         if (tensor := stored.pop(gguf_name(name), None)) is not None:
             rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
             stored[huggingface.huggingface_name(name)] = rotated
-    return content, stored, fields["tokenizer.ggml.tokens"]
+    return content, stored, fields.get("tokenizer.ggml.tokens", [])
 
 
 def dequantized(gguf: Any, stored: Any) -> LazyTensor:
@@ -167,6 +168,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
+        if rope_scaling_factor is not None:
+            raise SettingsError("--rope-scaling-factor is for Meta's format only; remove it")
         if source.suffix == ".gguf":
             if tokenizer_path is None:  # a file names its way to split text, but does not contain it
                 raise CheckpointError(f"{source} does not contain all of its tokenizer; name the model's own "

@@ -11,7 +11,7 @@ from factories import new_model
 
 from checkpoint import huggingface
 from checkpoint.tensors import read_all
-from common.errors import CheckpointError
+from common.errors import CheckpointError, SettingsError
 from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
@@ -107,6 +107,8 @@ def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_
     other = save(tmp_path / "other", pairs=b"hsnioate")
     with pytest.raises(CheckpointError, match=r"\d+ tokens of --tokenizer, such as '..', have other ids in .*f16.gguf; name this model's own"):
         import_checkpoint(file, output, str(other))
+    with pytest.raises(SettingsError, match="--rope-scaling-factor is for Meta's format only; remove it"):
+        import_checkpoint(file, output, str(folder), 8.0)
     import_checkpoint(file, output, str(folder))
     assert {tensor.dtype for tensor in huggingface.load_model_weights(output).values()} == {torch.float32}
     content = file.read_bytes()
