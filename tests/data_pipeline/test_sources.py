@@ -134,6 +134,8 @@ def test_missing_files_of_a_set_and_plain_text_among_records_are_named(tmp_path,
     assert len(texts_of(tmp_path)[0]) == 5
     assert capsys.readouterr().err == (
         f"{tmp_path}: reading 5 files, 1 of plain text (LICENSE.txt); not read: 1 missing (x-00001-of-00003.jsonl)\n")
+    with pytest.raises(DataError, match="LICENSE.txt:1: is not a chat: it has a line of plain text, expected messages"):
+        [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
 
 
 def test_the_names_of_splits_may_have_capitals(tmp_path):
