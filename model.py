@@ -19,15 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, padded
-from fused.attention import (
-    SHARED_PREFIX,
-    VARLEN,
-    Spans,
-    attend,
-    choose_kernel,
-    compute_spans,
-    document_spans,
-)
+from fused.attention import SHARED_PREFIX, VARLEN, Spans, attend, choose_kernel, compute_spans, document_spans
 from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 from fused.norm import Normalized

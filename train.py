@@ -21,24 +21,17 @@ from common.text import (
     write_line_by_line,
 )
 from config import KINDS
-from parallel.process import (
-    EXIT_PREEMPTED,
-    exit_at_signals,
-    exit_with_launcher,
-    first_on_machine,
-    leaving_what_is_stuck,
-    open_missing_streams,
-    write_error_file,
-)
+from parallel import process
+from parallel.process import EXIT_PREEMPTED
 from settings.load import Settings, exit_with, load_or_exit
 
 USAGE = ("./paddock train [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
 
 if __name__ == "__main__":
-    open_missing_streams()
-    exit_with_launcher()
-    exit_at_signals()
+    process.open_missing_streams()
+    process.exit_with_launcher()
+    process.exit_at_signals()
     write_line_by_line()
     # Before torch's import, which takes seconds: a typo is reported now.
     named = ("PRESET", *(setting for setting, _ in KINDS.values()))
@@ -86,16 +79,16 @@ def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
         report = classify_exception(error)
         if report is None:  # a bug in Paddock
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
-            write_error_file(1, sentence, traceback.format_exc())
+            process.write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
+        if not process.write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
             if isinstance(error, SettingsError):
                 exit_with(error)
-            with first_on_machine() if report.on_all_ranks else nullcontext(True) as is_reporting:
+            with process.first_on_machine() if report.on_all_ranks else nullcontext(True) as is_reporting:
                 if is_reporting:
                     print_safely(f"error: {report.sentence}", sys.stderr)
         return report.code
-    write_error_file(code)
+    process.write_error_file(code)
     return code
 
 
@@ -313,5 +306,5 @@ def finish_step(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    with leaving_what_is_stuck():
+    with process.leaving_what_is_stuck():
         sys.exit(main(loaded=LOADED))

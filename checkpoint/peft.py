@@ -9,19 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Optional
 from torch import Tensor
 
 from checkpoint import huggingface
-from checkpoint.huggingface import (
-    HUGGINGFACE_NAMES,
-    VOCABULARY,
-    TokenIds,
-    checked,
-    checked_settings,
-    name_of_download,
-    other_format,
-    read_model_json,
-    to_huggingface_layout,
-    to_internal_layout,
-    write_json,
-)
+from checkpoint.huggingface import TokenIds, checked, other_format, read_model_json, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from common.text import command
@@ -30,7 +18,8 @@ from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
-PEFT_LAYERS = {name: HUGGINGFACE_NAMES[name].rpartition(".")[2] for name in ("tok_embeddings", "output")}
+PEFT_LAYERS = {name: huggingface.HUGGINGFACE_NAMES[name].rpartition(".")[2]
+               for name in ("tok_embeddings", "output")}
 LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
                "lora_rslora": "use_rslora"}
 # Fields of adapter_config.json that are read, or do not affect the computation.
@@ -75,7 +64,7 @@ def peft_name(name: str) -> str:
 def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
             vocab_size: int) -> dict[str, LazyTensor]:
     """Return trained parameters under PEFT's names; a tied matrix appears as embedding and as head."""
-    tensors = {peft_name(name): to_huggingface_layout(name, tensor, model_config, vocab_size)
+    tensors = {peft_name(name): huggingface.to_huggingface_layout(name, tensor, model_config, vocab_size)
                for name, tensor in state_dict.items()}
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
         tensors[peft_name("output.weight")] = tied
@@ -88,7 +77,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
-        if name in VOCABULARY:
+        if name in huggingface.VOCABULARY:
             shapes |= {name: shape, f"{stem}.rows": (len(token_ids.get(stem, ())), shape[1])}
         elif len(shape) == 2:
             shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}
@@ -101,7 +90,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
             tensor = checked(peft_name(name), tensor)
-            state[name] = to_internal_layout(name, tensor, shape, model_config, mismatch).full()
+            state[name] = huggingface.to_internal_layout(name, tensor, shape, model_config, mismatch).full()
     if remaining:
         raise CheckpointError(f"the adapters contain {min(remaining)}, which this model does not have "
                               f"({len(remaining)} such tensors); use their own base, or {MERGE}")
@@ -118,7 +107,7 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     if tied and rows:  # a list means the embedding, which is also the head
         rows = rows["embed_tokens"]
     base = {"base_model_name_or_path": base_path}
-    if name := name_of_download(base_path):  # PEFT downloads it if missing
+    if name := huggingface.name_of_download(base_path):  # PEFT downloads it if missing
         base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
             **{field: getattr(config, name) for name, field in LORA_FIELDS.items()},
@@ -228,7 +217,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     settings |= {"lora_enabled": True, "lora_target_modules": ",".join(targets),
                  "lora_train_head": "output.weight" in state,
                  "lora_train_embeddings": "tok_embeddings.weight" in state}
-    config = checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
+    config = huggingface.checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
     return Adapter(state, config, content.get("base_model_name_or_path"), base_info.get("base_sha256"),
                    token_ids)
 

@@ -5,15 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
-from config import (
-    DROPPED,
-    EXTENSION_SECTIONS,
-    SECTIONS,
-    SHAPE_SETTINGS,
-    START_FROM,
-    Config,
-    on_resume,
-)
+from config import DROPPED, EXTENSION_SECTIONS, SECTIONS, SHAPE_SETTINGS, START_FROM, Config, on_resume
 
 # Reported elsewhere (EPOCHS as MAX_STEPS, RUN_NAME as the folder), or not worth reporting.
 SILENT = {"PRESET", "RESUME", "RUN_NAME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}

@@ -25,13 +25,7 @@ from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
 from common.text import counted, printable
-from config import (
-    EXTENSION_SECTIONS,
-    LOCAL_PATHS,
-    NAMES_OR_PATHS,
-    CheckpointConfig,
-    LogConfig,
-)
+from config import EXTENSION_SECTIONS, LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, LogConfig
 from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source

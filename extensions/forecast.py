@@ -30,13 +30,7 @@ from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory, parameter_count
 from extensions.evaluate import function_of, read_held_out
 from extensions.online import GRPO, Rewards
-from extensions.report.console import (
-    describe_adapters,
-    describe_batch,
-    describe_data,
-    describe_hardware,
-    describe_model,
-)
+from extensions.report import console
 from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
@@ -233,7 +227,7 @@ class Check:
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
                 if config.prompts_to_answer:
                     read_held_out(config, self.tokenizer, config.verify_data)
-                described, *table = describe_data(config, self.inputs)
+                described, *table = console.describe_data(config, self.inputs)
                 verified = "the shards of the first step" if config.data_grows else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
@@ -321,10 +315,10 @@ class Check:
             else:
                 device = prepare_device(config)
                 dtype = model_utils.choose_dtype(config, device.type)
-                text = describe_hardware(config, device, dtype)
+                text = console.describe_hardware(config, device, dtype)
             self.device, self.dtype = device, dtype
             self.line("hardware", text)
-        self.line("batch", describe_batch(config))
+        self.line("batch", console.describe_batch(config))
 
     def check_plan(self) -> None:
         """Forecast the run's length, memory, disk space and speed."""
@@ -478,12 +472,12 @@ class Check:
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
                teacher: Optional[Path]) -> tuple[StepPlan, str]:
     """Return the plan of a step, from a model on the meta device and the first rows; describe the model."""
-    described, generator = describe_model(config, vocab_size), torch.Generator()
+    described, generator = console.describe_model(config, vocab_size), torch.Generator()
     config = config.model_copy(update={"lora_base_quantization": "none"})  # has no effect on FLOPs or files
     model = model_utils.model_on_meta(config, vocab_size, torch.float32)
     if config.lora_enabled and inputs:
         model, _ = adapted_on_meta(config, start, inputs, torch.float32, generator, Ranks())
-        described += f"\nLoRA: {describe_adapters(model, inputs.tokenizer)}"
+        described += f"\nLoRA: {console.describe_adapters(model, inputs.tokenizer)}"
     elif config.lora_enabled:
         lora.add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which needs the data
 

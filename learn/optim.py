@@ -16,15 +16,7 @@ from checkpoint.tensors import LazyTensor, lazy
 from common.activity import tick
 from common.errors import CheckpointError, SettingsError
 from config import Config, OptimConfig
-from parallel.fsdp import (
-    average_vectors,
-    compute_in_turns,
-    is_divided,
-    is_sharded,
-    local_rows,
-    local_span,
-    total_norm,
-)
+from parallel import fsdp
 from parallel.ranks import Ranks, collective
 
 
@@ -67,7 +59,7 @@ class Reducer:
     def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig,
                  optimizer: Optional["Optimizer"] = None):
         self.ranks, self.unwrapped = ranks, model
-        gradient_sync = ranks.world_size > 1 and not is_sharded(model)
+        gradient_sync = ranks.world_size > 1 and not fsdp.is_sharded(model)
         self.model = in_ddp(model, config.gradient_dtype) if gradient_sync else model
 
     def begin(self, units: Tensor, progress: SavedProgress) -> None:
@@ -77,7 +69,7 @@ class Reducer:
     @contextmanager
     def add(self, step: int, is_last: bool) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
-        if is_sharded(self.model):
+        if fsdp.is_sharded(self.model):
             # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
             self.model.set_requires_all_reduce(is_last)
         # no_sync must include the forward, in which DDP decides whether to exchange.
@@ -95,8 +87,8 @@ class Reducer:
 
         Otherwise `adjust` gets the number, and the step is tried again.
         """
-        if is_sharded(self.model):
-            average_vectors(self.model, self.ranks)
+        if fsdp.is_sharded(self.model):
+            fsdp.average_vectors(self.model, self.ranks)
         return units > 0, units
 
     def adjust(self, progress: SavedProgress, number: float) -> None:
@@ -140,7 +132,7 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
 @collective
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the global gradient norm."""
-    return total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return fsdp.total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
@@ -274,7 +266,7 @@ class Muon(EagerOptimizer):
     def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
         """Yield the orthogonalized updates (P, local rows, C) of each batch."""
         like = self._whole(batches[0][0])
-        device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
+        device = torch.device(like.device_mesh.device_type) if fsdp.is_divided(like) else like.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
         def stack(index: int) -> Tensor:
@@ -283,7 +275,7 @@ class Muon(EagerOptimizer):
             return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(device, dtype)
 
         shapes = [torch.Size((len(batch), *self._whole(batch[0]).shape)) for batch in batches]
-        return compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
+        return fsdp.compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Assign new values unless the update is skipped, which only the device knows."""
@@ -310,7 +302,8 @@ class Optimizer:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         # torch's optimizers see this rank's rows of a sharded parameter as a separate parameter.
-        self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
+        self.sharded = {nn.Parameter(fsdp.local_rows(p)): p for p in trained.values()
+                        if fsdp.local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
         self.names = {rows_of.get(p, p): name for name, p in trained.items()}
         kind = f"rounded {config.optimizer}" if config.special_update else config.optimizer
@@ -342,8 +335,8 @@ class Optimizer:
             found_inf: float32 scalar on the device; 1 leaves parameters and state unchanged.
         """
         for rows, parameter in self.sharded.items():  # fully_shard may have moved them
-            rows.data = local_rows(parameter)
-            rows.grad = None if parameter.grad is None else local_rows(parameter.grad)
+            rows.data = fsdp.local_rows(parameter)
+            rows.grad = None if parameter.grad is None else fsdp.local_rows(parameter.grad)
         if any(rows.device.type == "cpu" for rows in self.sharded):  # CPU_OFFLOAD: the host has to wait
             grad_scale, found_inf = (each if each is None else each.cpu() for each in (grad_scale, found_inf))
         if found_inf is not None and found_inf.device.type == "mps":  # whose fused AdamW ignores both
@@ -394,7 +387,7 @@ class Optimizer:
                                   "use another checkpoint")
         for key, (optimizer, parameter, entry) in places.items():
             # A fused AdamW counts its steps on the parameter's device.
-            rows = (0, 1) if entry == "step" else local_span(self.sharded.get(parameter, parameter))
+            rows = (0, 1) if entry == "step" else fsdp.local_span(self.sharded.get(parameter, parameter))
             dtype = optimizer.state_dtype if entry != "step" and parameter.ndim > 1 else torch.float32
             optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(
                 parameter.device, dtype, copy=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import model_utils
 from checkpoint import store
 from checkpoint.huggingface import hub_model, load_model_weights, read_model_json
 from common.errors import CheckpointError, SettingsError
@@ -21,14 +22,6 @@ from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer
-from model_utils import (
-    DTYPES,
-    allocate_model,
-    compile_where_possible,
-    load_weights,
-    model_on_meta,
-    read_model_config,
-)
 from parallel.fsdp import is_sharded
 from parallel.ranks import Ranks, collective
 from tokenizer import load_tokenizer
@@ -163,23 +156,24 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     """
     described = read_model_json(folder / "config.json")
     try:
-        shape = read_model_config(folder).model_copy(update={"attention_backend": config.attention_backend})
+        shape = model_utils.read_model_config(folder)
+        shape = shape.model_copy(update={"attention_backend": config.attention_backend})
     except CheckpointError:  # not a Llama, or one that Paddock does not support
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
     dtype = _dtype(config, stored, ranks.device)
-    model = model_on_meta(shape, described["vocab_size"], dtype)
+    model = model_utils.model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
-    allocate_model(model, config, ranks)
-    ranks.raise_on_all(lambda: load_weights(folder, model))
-    compile_where_possible(model, config, ranks.device.type)
+    model_utils.allocate_model(model, config, ranks)
+    ranks.raise_on_all(lambda: model_utils.load_weights(folder, model))
+    model_utils.compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)
 
 
 def _dtype(config: Config, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype for TEACHER_PRECISION; float32 in place of float16 on a CPU, where that is slow."""
-    dtype = DTYPES.get(config.teacher_precision, stored)
+    dtype = model_utils.DTYPES.get(config.teacher_precision, stored)
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 

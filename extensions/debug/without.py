@@ -23,15 +23,7 @@ from checkpoint import store
 from common.errors import CheckpointError, SettingsError
 from common.files import atomic_write
 from common.text import show
-from extensions.debug.history import (
-    NO_FLAGS,
-    UNNEEDED,
-    compare_step_logs,
-    differences,
-    kept_checkpoints,
-    read_segments,
-    take_steps,
-)
+from extensions.debug import history
 from extensions.debug.replay import open_run, read_settings, read_step_log
 from extensions.exclude import Excluded, digest_of, exclude
 from extensions.inference.engine import generate
@@ -48,7 +40,7 @@ from parallel.ranks import Ranks
 from run.start import read_inputs
 
 # Arms keep their evaluations and checkpoints.
-UNWATCHED = {name: value for name, value in UNNEEDED.items()
+UNWATCHED = {name: value for name, value in history.UNNEEDED.items()
              if name != "METRIC" and not name.endswith(("_EVERY", "_LAST", "_BEST"))}
 ANSWER_TOKENS, SHOWN_EXAMPLES, BATCH_ROWS = 64, 8, 4
 NUDGE = 0.1  # nats by which a screening changes the loss of the answer, in either direction
@@ -91,7 +83,7 @@ def language_of(run_dir: Path) -> LanguageModel:
 def left_out(run_dir: Path, selectors: Sequence[Selector]) -> tuple[Excluded, Optional[int]]:
     """Return what the selectors leave out of a run's data, and the first step that read some of it."""
     steps = read_step_log(run_dir)
-    config, _ = read_settings(run_dir, NO_FLAGS, min(steps), for_replay=False)
+    config, _ = read_settings(run_dir, history.NO_FLAGS, min(steps), for_replay=False)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=False)
     excluded, order = exclude(inputs.rows, inputs.tokenizer, selectors), inputs.order(config, Ranks())
     return excluded, next((step for step in steps if excluded.affects(order.all_rows(step - 1))), None)
@@ -100,7 +92,7 @@ def left_out(run_dir: Path, selectors: Sequence[Selector]) -> tuple[Excluded, Op
 def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> None:
     """Train another arm of a run in the folder `arm`: with changed settings from step `first` on."""
     step_log = read_step_log(run_dir)
-    kept = kept_checkpoints(run_dir, first - 1)
+    kept = history.kept_checkpoints(run_dir, first - 1)
     nearest = max(kept, default=min(step_log) - 1)
     (arm / "checkpoints").mkdir(parents=True)
     if kept:
@@ -108,8 +100,8 @@ def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> No
             shutil.copy(log, arm)
         shutil.copytree(kept[nearest], arm / "checkpoints" / kept[nearest].name)
     before = {"RUN_NAME": arm.name, **UNWATCHED}
-    for segment in read_segments(run_dir, nearest + 1, max(step_log)):
-        for difference in differences(segment):
+    for segment in history.read_segments(run_dir, nearest + 1, max(step_log)):
+        for difference in history.differences(segment):
             raise CheckpointError(f"{difference}, as the other arm must differ in nothing else")
         allowed = ",".join(filter(None, [segment.settings["ALLOW_RESUME_MISMATCH"], *changes]))
         changed = {**before, **changes, "ALLOW_RESUME_MISMATCH": allowed}
@@ -118,9 +110,9 @@ def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> No
             if begin <= end:
                 show(f"{arm.name}: steps {begin:,} to {end:,}")
                 is_start = not kept and begin == nearest + 1 and segment.settings["RESUME"] != "never"
-                take_steps(segment._replace(first=begin, last=end), arm.parent,
+                history.take_steps(segment._replace(first=begin, last=end), arm.parent,
                            segment.settings["RESUME"] if is_start else "auto", settings)
-    parted, fields = compare_step_logs(step_log, read_step_log(arm))
+    parted, fields = history.compare_step_logs(step_log, read_step_log(arm))
     if parted and parted < first:
         raise CheckpointError(f"{arm}: step {parted} is not the recorded step, by its {fields[0]}: data, "
                               "code, machine or threads have changed")
@@ -129,7 +121,7 @@ def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> No
 def recorded(run_dir: Path) -> dict[str, Any]:
     """Return the settings with which a run took its first step."""
     first = min(read_step_log(run_dir))
-    return read_segments(run_dir, first, first)[0].settings
+    return history.read_segments(run_dir, first, first)[0].settings
 
 
 def with_seeds(run_dir: Path, folder: Path, seeds: int) -> Iterator[tuple[Path, Path]]:
@@ -155,8 +147,8 @@ def screen(run_dir: Path, question: Question, excluded: Excluded) -> list[np.nda
     """
     estimates = [np.zeros(len(each.source)) for each in excluded.sources]
     last = max(read_step_log(run_dir))
-    for step in sorted(kept_checkpoints(run_dir, last)):
-        config, _ = read_settings(run_dir, NO_FLAGS, step)
+    for step in sorted(history.kept_checkpoints(run_dir, last)):
+        config, _ = read_settings(run_dir, history.NO_FLAGS, step)
         run = open_run(run_dir, config.model_copy(update={"precision": "fp32"}), step + 1, lambda text: None)
         language = LanguageModel("", run.model, run.inputs.tokenizer, config.max_seq_len,
                                  config.training_stage == "pretrain")
@@ -236,9 +228,9 @@ class Experiment(NamedTuple):
         for reader in sum(pairs, []):
             reader.read()
         arm = folders[0][1]
-        parted, fields = compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
+        parted, fields = history.compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
         data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
-                "fields": fields, "fork": max(kept_checkpoints(self.run_dir, first - 1), default=0),
+                "fields": fields, "fork": max(history.kept_checkpoints(self.run_dir, first - 1), default=0),
                 "settings": {name: str(value) for name, value in self.settings.items()},
                 "left_out": excluded and excluded.describe(),
                 "selectors": [" ".join(each) for each in selectors][:SHOWN_EXAMPLES],

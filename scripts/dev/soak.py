@@ -57,16 +57,7 @@ from random import Random
 from typing import Any, NamedTuple, Optional
 
 import faults
-from factories import (
-    PATIENCE,
-    UNMEASURED,
-    Job,
-    Prepared,
-    TinyRun,
-    prepare,
-    prepare_stages,
-    without_clocks,
-)
+from factories import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, prepare_stages, without_clocks
 from test_reproducible import reproducible_run
 from tqdm import tqdm
 

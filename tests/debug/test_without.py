@@ -75,13 +75,13 @@ def test_runs_of_other_seeds_tell_an_effect_from_chance(trained, tmp_path):
 def test_the_screening_is_the_dot_product_of_gradients(trained, monkeypatch):
     """Of the answer and of each document, by a backward for each, at two checkpoints."""
     kept = {step: trained.checkpoint(step) for step in (2, 4)}
-    monkeypatch.setattr(without, "kept_checkpoints", lambda run_dir, last: kept)
+    monkeypatch.setattr(without.history, "kept_checkpoints", lambda run_dir, last: kept)
     question = Question("The cow", " met the dog.")
     excluded, _ = left_out(trained.folder, [])
     (estimates,) = screen(trained.folder, question, excluded)
     expected, read = np.zeros(len(estimates)), excluded.sources[0].source
     for step in kept:
-        config, _ = without.read_settings(trained.folder, without.NO_FLAGS, step)
+        config, _ = without.read_settings(trained.folder, without.history.NO_FLAGS, step)
         run = without.open_run(trained.folder, config, step + 1, lambda text: None)
         run.model.eval()
         rows = sorted({row for each in range(6) for row in run.inputs.order(config, run.ranks).all_rows(each).tolist()})
