@@ -113,8 +113,7 @@ class ModelConfig(Section):
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "number of transformer blocks", ge=1, le=65_536)
-    train_only: Optional[str] = curve(
-        None, "train only these layers, such as 1,3; no LoRA, no SHARDING")
+    train_only: Optional[str] = curve(None, "train only these layers, such as 1,3; no LoRA, no SHARDING")
     n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
     head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -105,12 +106,10 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
     snapshot = partial(hub.snapshot_download, name, revision=revision, **patterns)
-    try:
+    with suppress(OSError, ValueError):  # not in the cache, or not a valid name
         folder = Path(snapshot(local_files_only=True))
         if is_complete(folder):
             return folder
-    except (OSError, ValueError):  # not in the cache, or not a valid name
-        pass
     url = hub.hf_hub_url(name, required_file, revision=revision)
     retry(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS), only_if_answered=True)
     with foreign_call():  # the hub's client has its own time-outs

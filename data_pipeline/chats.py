@@ -688,8 +688,7 @@ def _next_other(values: Sequence[Any], start: int) -> int | None:
     return next((index for index in indices if values[index] != values[start]), None)
 
 
-def _label_fault(example: Example, segments: Segments,
-                 chat_format: ChatFormat) -> str | None:
+def _label_fault(example: Example, segments: Segments, chat_format: ChatFormat) -> str | None:
     """Describe the fault of an example's labels; None if they are right.
 
     Targets must decode to the answers in order, each after some context, with its end of turn as its only

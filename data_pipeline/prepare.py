@@ -339,8 +339,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             **({"common_openings": len(split_plan.common)} if split_plan.common else {})}
 
 
-def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
-                ) -> tuple[Iterator, SplitPlan]:
+def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple[Iterator, SplitPlan]:
     """Return the chunks that are not in the journal (see `cut_chunks`), and the plan of the split."""
     kind, options = plan.kind, plan.options
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,14 +66,12 @@ def cached_dataset(name: str, config: str, revision: str) -> Path | None:
         from datasets.config import HF_DATASETS_CACHE
         from datasets.naming import camelcase_to_snakecase
         from huggingface_hub import snapshot_download
-    try:
+    with suppress(OSError, ValueError):
         snapshot = Path(snapshot_download(name, repo_type="dataset", revision=revision or None,
                                           local_files_only=True))
         # The client stores this list of files only for complete downloads.
         if (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").is_file():
             return snapshot
-    except (OSError, ValueError):
-        pass
     owner, _, dataset = name.rpartition("/")
     folder = (f"{owner}___" if owner else "") + camelcase_to_snakecase(dataset)
     commits = [info.parent for info in Path(HF_DATASETS_CACHE, folder, config or "default").glob(

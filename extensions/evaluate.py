@@ -283,14 +283,10 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                         f"model has {model.vocab_size:,}; use the model's tokenizer")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
-
-    def read(verify: str) -> Inputs:
-        measured = open_evaluation_inputs(config, tokenizer, verify)
-        return Inputs(tokenizer, rows=None, **measured, fingerprint="", description="")
-
+    read = partial(open_evaluation_inputs, config, tokenizer)
     verified = ranks.on_rank0(lambda: read(config.verify_data))
-    inputs = ranks.raise_on_all(lambda: verified or read("never"))
-    extension = Evaluate()
+    measured = ranks.raise_on_all(lambda: verified or read("never"))
+    inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
     inputs = extension.inputs(config, inputs, ranks)
     for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
         context.log.info(unused)

@@ -29,7 +29,7 @@ from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory, parameter_count
 from extensions.evaluate import function_of, read_held_out
-from extensions.online import GRPO, Rewards
+from extensions.online import Rewards
 from extensions.report import console
 from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
@@ -82,12 +82,6 @@ def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
 # ------------------------------------------------------------------------------------------------- speed
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of square matmuls, which is close to an upper limit for a model."""
-    matrix = torch.ones(1024, 1024, device=device, dtype=dtype)
-    return 2 * 1024**3 / min(timed(device, lambda: matrix @ matrix) for _ in range(5))
-
-
 def timed(device: torch.device, work: Callable) -> float:
     """Call a function; return the seconds until the device has finished its work."""
     started = time.perf_counter()
@@ -125,11 +119,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
     """Return an objective as expensive as the run's, without a teacher."""
-    if config.training_stage == "grpo" and not config.distillation_enabled:
-        compute = objectives.token_logprobs
-        reference = partial(objectives.frozen_logprobs, model, compute=compute) if config.grpo_beta else None
-        return GRPO(config, reference=reference)
-    if config.training_stage != "dpo":
+    if config.training_stage != "dpo":  # GRPO's is not needed, because its steps are not measured
         return objectives.NextToken()
     reference = partial(objectives.frozen_logprobs, model)
     if objectives.reference_is_stored(config):
@@ -449,7 +439,10 @@ class Check:
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
-        at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
+        # The FLOP/s of square matmuls are close to an upper limit for a model.
+        matrix = torch.ones(1024, 1024, device=self.device, dtype=self.dtype)
+        matmul_flops = 2 * 1024**3 / min(timed(self.device, lambda: matrix @ matrix) for _ in range(5))
+        at_best = plan.computed / config.world_size / matmul_flops
         free = free_host_memory()
         if self.device.type == "mps":
             free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
@@ -550,8 +543,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
 
 def describe_disk(config: Config, size: int) -> str:
     """Return the disk space for checkpoints of `size` bytes; raise an error if they do not fit."""
-    folder = existing_parent(
-        (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
+    folder = existing_parent((Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {folder} is not writable; set another folder")
     free = free_bytes(folder)

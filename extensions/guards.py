@@ -6,7 +6,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -64,8 +63,7 @@ class Guards(Extension):
                 run.log.warn(f"step {step}: {text}")
                 run.log.event(kind, step, text=text)
         if not result.finite:
-            recheck = partial(recheck_locally, run, batches, result.count)
-            stop_non_finite(run, batches, result, self.first_bad, recheck)
+            stop_non_finite(run, batches, result, self.first_bad)
         if result.spike:
             handle_loss_spike(run, batches, result)
         if due(config.drift_check_every, step, step >= config.max_steps):
@@ -277,8 +275,8 @@ def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
 
 
 @collective
-def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[FirstBad] = None,
-              recheck_locally: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict], str]:
+def dump_step(run: Run, batches: list[Batch], result: StepResult,
+              first_bad: Optional[FirstBad] = None) -> tuple[Path, list[dict], str]:
     """Write a bad step's rows and tensors into the debug folder, and save the state before it if it is good.
 
     Each rank writes its micro-batches (`tokens_BT.0`, `targets_BT.0`, ...). Rank 0 (if sharded, each rank of
@@ -297,7 +295,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     # Before the recomputation: the averaged gradients, which are equal on all ranks.
     keeps = run.ranks.rank < fsdp.ranks_per_copy(run.model)
     gradients = bad_gradients(run.model, "gradient") if keeps else {}
-    report["finite"] = recheck_locally()
+    report["finite"] = result.finite or recheck_locally(run, batches, result.count)
     if run.ranks.world_size > 1 and not report["finite"] and not fsdp.is_sharded(run.model):
         gradients |= bad_gradients(run.model, "own_gradient")
     reports = run.ranks.all_gather_json(report)
@@ -325,14 +323,13 @@ def how_to_examine(run: Run) -> str:
 
 
 @collective
-def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[FirstBad],
-                    recheck_locally: Callable[[], bool]) -> None:
+def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
+                    first_bad: Optional[FirstBad]) -> None:
     """Write a non-finite step to the debug folder, save the last good state, and raise NonFiniteError.
 
-    `recheck_locally` recomputes this rank's own gradients and returns True if they are finite. With DEBUG,
-    the console also has the layers, the first tensors, and how to load the dump.
+    With DEBUG, the console also has the layers, the first tensors, and how to load the dump.
     """
-    folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
+    folder, reports, saved = dump_step(run, batches, result, first_bad)
     bad = [report for report in reports if not report["finite"]]
     first = (bad or reports)[0]
     bad_tensors = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"

@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain, compress
 from select import select
 from typing import NamedTuple, Optional
@@ -82,11 +83,9 @@ class Rewards:
     def __call__(self, prompt: str, answer: str, record: str) -> list[float | bool] | str:
         """Return an answer's reward by each function, and if one did not understand it; or why not."""
         self.start()
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.write((json.dumps([prompt, answer, record]) + "\n").encode())
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
         return self._reply(REPLY_SECONDS)
 
     def _reply(self, seconds: float) -> list[float | bool] | str:
@@ -112,10 +111,8 @@ def end(process: subprocess.Popen) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        try:
+        with suppress(BrokenPipeError):
             pipe.close()
-        except BrokenPipeError:
-            pass
 
 
 class Answer(NamedTuple):
@@ -230,8 +227,7 @@ class Rollouts:
                 raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
                                 f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
                                 "has none")
-            messages, options = prompt_of("", record).messages, options_in(
-                record, self.chat_format.fields)
+            messages, options = prompt_of("", record).messages, options_in(record, self.chat_format.fields)
             message = {"role": "assistant", "content": str(answer)}
             ids = self.chat_format.encode_answer(messages, message, options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
@@ -424,10 +420,7 @@ class GRPO:
 class OnPolicyDistillation(objectives.Distillation):
     """Distillation, without cross-entropy, on the student's own answers or, rarely, on those of the records.
 
-    Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
-
-    Args:
-        rollouts: as for `GRPO`.
+    Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649). `rollouts` are as for `GRPO`.
     """
 
     def __init__(self, config: Config, teacher: objectives.Teacher, rollouts: Callable,

@@ -241,8 +241,7 @@ class ReportConfig(Section):
 class CardConfig(Section):
     """The model card."""
 
-    model_license: str = safe(
-        "", "license in the model card, such as apache-2.0; empty = the base model's")
+    model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
 
 
 class TrackersConfig(Section):

@@ -93,8 +93,7 @@ class NextToken:
         return (batch.targets_BT != IGNORE_INDEX).sum()
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
-        return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                              target_index_M=batch.target_index_M, mode="sum"), {})
+        return LossSum(-token_logprobs(model, batch, "sum"), {})
 
     def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
         return LossSum(-sums_by_item(token_logprobs(model, batch, "each"), batch, items), {})

@@ -54,8 +54,6 @@ from settings.load import Settings, assigned
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
-
-
 # The checkpoint that a run starts from (None = initial weights), whether this run wrote it, and warnings.
 Found = tuple[Optional[str], bool, list[str]]
 
@@ -620,7 +618,6 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     # Rank 0 verifies the teacher's files for all.
     tokenizer, ranks = inputs.tokenizer, context.ranks
     folder = find_on_rank0(lambda: find_teacher(config, tokenizer), ranks)
-
     teacher = load_teacher(folder, config, tokenizer.vocab_size, ranks)
     compiled = config.compile and ranks.device.type == "cuda"
     if is_online:

@@ -28,8 +28,7 @@ def parse_args() -> argparse.Namespace:
                         help=f"vocabulary size, including 256 bytes but not {len(SPECIALS)} special tokens")
     parser.add_argument("--output", required=True, type=local_path, metavar="FILE", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--column", metavar="NAME",
-                        help="column that contains the text (default: text)")
+    parser.add_argument("--column", metavar="NAME", help="column that contains the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
                         help="stop at unusable records, or skip and list them (default: fail)")
     args = parser.parse_args()

@@ -56,8 +56,6 @@ LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|MLFLOW|CUDA"
     "|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS"
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
-
-
 PRODUCTION_DEPTH = "24"  # of --preset production without a size: 0.8 billion parameters
 LENGTHS = {"max_steps", "epochs", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)

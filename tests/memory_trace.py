@@ -6,6 +6,7 @@ two micro-batches (more need no additional memory), gradient norm, clipping and 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -18,10 +19,11 @@ import lora
 from config import Config, ModelConfig
 from dataloaders import Batch
 from extensions.forecast import probe_objective
+from extensions.online import GRPO
 from extensions.reproducible import ReproducibleReducer
 from extensions.rounding import RoundingReducer
 from fused import matmul
-from learn.objectives import Distillation, Objective, reference_is_live
+from learn.objectives import Distillation, Objective, frozen_logprobs, reference_is_live, token_logprobs
 from learn.optim import Optimizer, Reducer, clip_scale
 from learn.teacher import LlamaTeacher
 from model import Transformer
@@ -80,7 +82,11 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
     else:
         if reference_is_live(config) and not config.lora_enabled:
             frozen = Transformer(config, vocab_size, dtype).eval()
-        objective = probe_objective(config, frozen or model)
+        if config.training_stage == "grpo":
+            reference = partial(frozen_logprobs, frozen or model, compute=token_logprobs) if config.grpo_beta else None
+            objective = GRPO(config, reference=reference)
+        else:
+            objective = probe_objective(config, frozen or model)
     if frozen:
         lora.cast_base(frozen.requires_grad_(False), dtype)
     if mesh:

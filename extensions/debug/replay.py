@@ -28,7 +28,7 @@ from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from extensions.guards import FirstBad, describe_tensors
 from fused.head import IGNORE_INDEX
-from learn.objectives import LossSum
+from learn.objectives import LossSum, token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
@@ -130,8 +130,7 @@ def describe_row(run: Run, rows: Rows, report: RowReport) -> list[str]:
     """Return the lines of a row's report: its loss, its worst document, the text around its worst token."""
     tokenizer, batch = run.inputs.tokenizer, run.inputs.rows(np.array([report.row])).to(run.ranks.device)
     with torch.no_grad():
-        logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                                      target_index_M=batch.target_index_M)
+        logprob_BT = token_logprobs(run.model.eval(), batch)
     loss_T = torch.where(batch.targets_BT == IGNORE_INDEX, torch.nan, -logprob_BT.float())[0].cpu()
     worst, within, document = worst_document(rows, report, loss_T)
     ids = [*batch.tokens_BT[0].tolist(), int(batch.targets_BT[0, -1])]

@@ -11,7 +11,7 @@ import numpy as np
 from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader, format_value
-from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t
+from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t, read_item_scores
 from settings.load import describe_settings
 
 MOST_TESTED = 8  # runs in pairwise tests
@@ -139,7 +139,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
 
     Last come the names of evaluations for which two runs have no items in common.
     """
-    scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
+    files = [run.folder / "evaluations.jsonl" for run in runs]
+    scored = [{(line.step, line.name, line.items) for line in read_item_scores(file)} for file in files]
     pairs, refused, unlike, titles = [], [], set(), {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
     for a, b in combinations(range(len(runs)), 2):
         for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
@@ -158,8 +159,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
             refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
                            "at the same step, so there is no test")
     chosen = {key for *_, key in pairs}
-    lines = [{key: line for line in run.item_scores()
-              if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
+    lines = [{key: line for line in read_item_scores(file)
+              if (key := (line.step, line.name, line.items)) in chosen} for file in files]
     families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
     for a, b, key in pairs:
         if bad := [runs[place].name for place in (a, b) if lines[place][key].not_finite]:

@@ -25,7 +25,7 @@ from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
-from extensions.report.paired import ItemScores, item_scores, read_item_scores, trends
+from extensions.report.paired import item_scores, trends
 from settings.load import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
@@ -250,9 +250,6 @@ class RunReader:
             except OSError:
                 stamps.append((path,))
         return holder_runs(self.folder / "run.lock"), stamps
-
-    def item_scores(self) -> Iterator[ItemScores]:
-        return read_item_scores(self.folder / "evaluations.jsonl")
 
     def set_aside(self) -> list[str]:
         """Return descriptions of the invalid entries that were left out, with counts."""

@@ -41,10 +41,8 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
 
 
 def read_item_scores(path: Path) -> Iterator[ItemScores]:
-    """Yield the valid evaluations in a run's log."""
-    for entry in read_entries(path):
-        if scores := item_scores(entry):
-            yield scores
+    """Return the valid evaluations in a run's log."""
+    return filter(None, map(item_scores, read_entries(path)))
 
 
 def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:

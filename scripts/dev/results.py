@@ -36,8 +36,6 @@ ENDS_WITH_NUMBER = r"\d\W*$"  # for --reward regex
 EVALUATED: dict[Path | str, dict[str, Any]] = {}
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 128": (4, 128), "6 layers of 192": (6, 192)}
-PROJECTIONS = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
-               "wo": "self_attn.o_proj", "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"}
 
 
 # ------------------------------------------------------------------------------- Paddock's commands
@@ -452,6 +450,7 @@ def train_trl(args: Namespace, config, tokenizer, batches: list) -> list[float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    from config import LINEAR_LAYERS
     from model_utils import model_on_meta
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_safetensors=True)
@@ -473,9 +472,9 @@ def train_trl(args: Namespace, config, tokenizer, batches: list) -> list[float]:
     if adapters:  # start from the random matrices of the run
         generator = torch.Generator().manual_seed(config.seed)
         for name, _ in model_on_meta(config, tokenizer.vocab_size, torch.float32).named_modules():
-            *_, number, _, last = f"...{name}".split(".")
-            if last in PROJECTIONS:
-                place = f"base_model.model.model.layers.{number}.{PROJECTIONS[last]}.lora_A.default"
+            _, number, layer = f"{name}..".split(".", 2)
+            if projection := LINEAR_LAYERS.get(layer.rstrip(".")):
+                place = f"base_model.model.model.layers.{number}.{projection}.lora_A.default"
                 weight = trainer.model.get_submodule(place).weight.data
                 torch.nn.init.kaiming_uniform_(weight, a=5 ** 0.5, generator=generator)
     trainer.train()
