@@ -41,7 +41,7 @@ from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of
 from fused.head import IGNORE_INDEX
-from model import SHARED_PREFIX, Transformer
+from model import SHARED_PREFIX, Transformer, evaluation_mode
 
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits after decompression; HellaSwag has 3 kB and 13 MB
@@ -242,9 +242,7 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
     Every rank yields equally often, so the caller may communicate in between; some results may be empty.
     """
     batches = batches_of(tasks, batch_tokens)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for number in range(rank, -(-len(batches) // world_size) * world_size, world_size):
             indices = batches[min(number, len(batches) - 1)]
             batch = [tasks[index] for index in indices]
@@ -254,5 +252,3 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
             correct_B2 = np.stack([scores_BE.argmax(axis=1) == labels_B
                                    for scores_BE in (logprobs_BE, logprobs_BE / characters_BE)], axis=1)
             yield (indices, correct_B2) if number < len(batches) else ([], correct_B2[:0])
-    finally:
-        model.train(was_training)

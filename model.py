@@ -8,8 +8,8 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Optional, Protocol
 
@@ -359,3 +359,14 @@ class Transformer(nn.Module):
         """Run the head's part of `forward` on hidden states of any leading shape."""
         compute = partial(self.head.logprobs, targets_BT=targets_BT, target_index_M=target_index_M, mode=mode)
         return self.head_matrix.use_as_head(hidden_BTD, compute)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off in the `with` block."""
+    was_training = model.training
+    try:
+        model.eval()
+        yield
+    finally:
+        model.train(was_training)

@@ -80,12 +80,11 @@ class Evaluate(Extension):
 
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
-        config, step = run.config, run.progress.step
+        config, inputs, step = run.config, run.inputs, run.progress.step
         if step > 0 and due(config.sample_every, step, run.finished):
             with phase("samples"):
-                for prompt, text in samples(run.model, run.inputs.tokenizer, config, step,
-                                            run.inputs.validation_rows):
-                    run.log.sample(step, prompt, text)
+                for sample in samples(run.model, inputs.tokenizer, config, step, inputs.validation_rows):
+                    run.log.sample(step, *sample)
         return {}
 
 
@@ -296,13 +295,12 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
     origin, objective = objective_of or folder, None
-    if inputs.validation_rows is not None:
+    if rows is not None:
         known = store.read_state(origin).get("progress", {})
         base = partial(find_base, config, known, origin.resolve().parents[1], context.log.warn)
         objective, inputs = choose_objective(config, inputs, model, base, known.get("base_sha256"), context)
-    run_dir = folder.resolve().parents[1]
-    return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
-               folder, extensions=[extension])
+    return Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
+               progress, objective, folder, extensions=[extension])
 
 
 @dataclass

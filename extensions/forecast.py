@@ -27,7 +27,6 @@ from common.text import counted, print_safely, show, status_line
 from config import Config, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
-from extensions.cost import StepFlops, Work, estimate_memory, parameter_count
 from extensions.evaluate import function_of, read_held_out
 from extensions.online import Rewards
 from extensions.report import console
@@ -36,7 +35,7 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
-from learn.teacher import HFTeacher, LlamaTeacher, find_teacher
+from learn.teacher import find_teacher
 from model import Transformer
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.extensions import load_extensions
@@ -66,13 +65,12 @@ H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
 
 def host_text(forecast: cost.MemoryEstimate) -> str:
     sizes = ((forecast.offloaded, "per rank"), (forecast.host, "on the first machine, to save"))
-    parts = [f"{size / GIB:.2f} GiB of host memory {place}" for size, place in sizes if size]
-    return "".join(f" and {part}" for part in parts)
+    return "".join(f" and {size / GIB:.2f} GiB of host memory {place}" for size, place in sizes if size)
 
 
 def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
     """Return `estimate_memory` of these arguments; on a CPU, the resident memory, which includes copies."""
-    forecast = estimate_memory(config, *known)
+    forecast = cost.estimate_memory(config, *known)
     if "cpu" not in known:
         return forecast
     copies = forecast.offloaded + (forecast.host if config.save_every or config.keep_every else 0)
@@ -358,12 +356,11 @@ class Check:
             ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
                      "compute-optimal according to Chinchilla)")
             optimal = math.ceil(TOKENS_PER_PARAMETER * plan.parameters / config.total_batch_size)
-        flops = config.max_steps * plan.needed
         of_steps = ""
         if config.epochs and inputs is None:
             of_steps = (f" in {counted(config.max_steps, 'step')}, as the steps of EPOCHS={config.epochs:g} "
                         "depend on data that is not here")
-        self.line("length", f"{tokens:,} tokens{ratio}{of_steps}; {flops:.2e} FLOPs")
+        self.line("length", f"{tokens:,} tokens{ratio}{of_steps}; {config.max_steps * plan.needed:.2e} FLOPs")
         if config.max_steps < TRIAL_STEPS:
             return
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
@@ -398,14 +395,13 @@ class Check:
         on_device = forecast._replace(host=0, offloaded=0)
         items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in on_device._asdict().items()
                           if value or name not in ("frozen", "host", "offloaded", "process"))
-        host = host_text(forecast)
         where = "of resident memory per process" if forecast.process else "per device"
-        text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host}; {owner} has "
+        text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host_text(forecast)}; {owner} has "
                 f"{room / GIB:.1f} GiB")
         in_turn = config.model_copy(update={"async_save": False})
         if forecast_memory(in_turn, *known).total > room:  # without room for the copy, saves are synchronous
             raise SettingsError(f"{text}. {memory_advice(config, room, *known)}")
-        offloaded = estimate_memory(in_turn, *known).offloaded
+        offloaded = cost.estimate_memory(in_turn, *known).offloaded
         local_ranks = min(config.world_size, torch.cuda.device_count() or config.world_size)
         if not config.device_memory and offloaded * local_ranks > on_machine:
             raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
@@ -438,7 +434,7 @@ class Check:
 
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
-        forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
+        forecast = cost.estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
         # The FLOP/s of square matmuls are close to an upper limit for a model.
         matrix = torch.ones(1024, 1024, device=self.device, dtype=self.dtype)
         matmul_flops = 2 * 1024**3 / min(timed(self.device, lambda: matrix @ matrix) for _ in range(5))
@@ -477,10 +473,10 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
     # Count FLOPs with the padding and targets of a few real rows.
     objective = probe_objective(config, model)
     if teacher:
-        objective = SimpleNamespace(teacher=teacher_on_meta(teacher, vocab_size))
-    flops, size = StepFlops(config, model, objective, vocab_size, "cpu"), config.micro_batch_size
+        objective = SimpleNamespace(teacher=SimpleNamespace(model=teacher_on_meta(teacher)))
+    flops, size = cost.StepFlops(config, model, objective, vocab_size, "cpu"), config.micro_batch_size
     tokens = size * config.max_seq_len
-    work, rows = Work(tokens, 0, tokens, tokens if tokens > flops.chunk else 0), size
+    work, rows = cost.Work(tokens, 0, tokens, tokens if tokens > flops.chunk else 0), size
     if inputs and config.training_stage != "grpo":  # whose rows are not full, either
         indices = inputs.order(config, Ranks()).all_rows(0)[:max(PLANNED_ROWS // size, 1) * size]
         batches = map(inputs.rows, indices.reshape(-1, size))
@@ -492,7 +488,7 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
     trained = trained_bytes(model) // cost.FLOAT32
     stored = cost.weight_bytes(config) * trained
     stored += cost.state_bytes(config) * cost.moment_count(config, trained)
-    return StepPlan(parameter_count(config, vocab_size), needed, computed, stored), described
+    return StepPlan(cost.parameter_count(config, vocab_size), needed, computed, stored), described
 
 
 def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
@@ -503,7 +499,7 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
     stored = "fp32" if "32" in str(model_config.get("dtype", model_config.get("torch_dtype"))) else "bf16"
     precision = stored if config.teacher_precision == "auto" else config.teacher_precision
     with suppress(CheckpointError):  # it is not a Llama
-        count = parameter_count(model_utils.read_model_config(folder), model_config["vocab_size"])
+        count = cost.parameter_count(model_utils.read_model_config(folder), model_config["vocab_size"])
         return count * model_utils.DTYPES[precision].itemsize
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
@@ -561,15 +557,14 @@ def describe_disk(config: Config, size: int) -> str:
     return text
 
 
-def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
-    """Return the teacher in a folder of `find_teacher` without its weights."""
-    described = read_model_json(folder / "config.json")
+def teacher_on_meta(folder: Path) -> torch.nn.Module:
+    """Return the model of a teacher in a folder of `find_teacher` without its weights."""
     try:
         shape = model_utils.read_model_config(folder)
     except CheckpointError:
         with requires_package("transformers", f"TEACHER_MODEL={folder}"):
             from transformers import AutoConfig, AutoModelForCausalLM
         with torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            return HFTeacher(AutoModelForCausalLM.from_config(config), vocab_size)
-    return LlamaTeacher(model_utils.model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    ids = read_model_json(folder / "config.json")["vocab_size"]
+    return model_utils.model_on_meta(shape, ids, torch.bfloat16)

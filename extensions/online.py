@@ -41,7 +41,7 @@ from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
-from model import SHARED_PREFIX, Transformer
+from model import SHARED_PREFIX, Transformer, evaluation_mode
 from parallel.ranks import RunContext, collective
 from run.life import Run, StepResult
 
@@ -195,9 +195,7 @@ class Rollouts:
                 sampling = Sampling(temperature=0.0 if key is None else 1.0, by_id=True)
                 requests.append(Request(ids, config.answer_tokens, sampling, draws=torch.from_numpy(draws)))
             groups.append(requests)
-        rows, was_training = len(groups) * group, self.model.training
-        # A new engine has no history: a prefix in the cache would be computed in other shapes.
-        engine = Engine(self.model, rows, config.max_seq_len + 1, rows * config.max_seq_len)
+        rows, model = len(groups) * group, self.model
 
         def run(requests: list[Request], until_first: bool) -> None:
             for request in requests:
@@ -208,13 +206,12 @@ class Rollouts:
                     if request.output_ids[-1] in self.chat_format.stop_ids:
                         engine.cancel(request)
 
-        try:
-            with torch.compiler.set_stance("force_eager"), packed_weights(self.model):
-                # The first answer of each group computes the prompt; the others copy it.
-                run([requests[0] for requests in groups], until_first=True)
-                run([request for requests in groups for request in requests[1:]], until_first=False)
-        finally:
-            self.model.train(was_training)
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"), packed_weights(model):
+            # A new engine has no history: a prefix in the cache would be computed in other shapes.
+            engine = Engine(model, rows, config.max_seq_len + 1, rows * config.max_seq_len)
+            # The first answer of each group computes the prompt; the others copy it.
+            run([requests[0] for requests in groups], until_first=True)
+            run([request for requests in groups for request in requests[1:]], until_first=False)
         return [request.output_ids for requests in groups for request in requests]
 
     def recorded(self, prompts: Batch) -> list[list[int]]:

@@ -43,7 +43,7 @@ from learn import objectives
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher
-from model import Transformer, padded
+from model import Transformer, evaluation_mode, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
 from run.extensions import load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
@@ -665,9 +665,5 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
 
 def logprobs_without_adapters(model: Transformer, batch, compute: Callable) -> Tensor:
     """Return the log-probabilities that `compute` returns for a model without its adapters."""
-    with lora.disable_adapters(model):
-        was_training = model.training
-        try:
-            return objectives.frozen_logprobs(model.eval(), batch, compute)
-        finally:
-            model.train(was_training)
+    with lora.disable_adapters(model), evaluation_mode(model):
+        return objectives.frozen_logprobs(model, batch, compute)

@@ -22,7 +22,7 @@ from common.activity import tick
 from common.text import print_safely
 from config import ModelConfig
 from fused.rotary import precompute_freqs
-from model import KVCache, Transformer, window_mask
+from model import KVCache, Transformer, evaluation_mode, window_mask
 from parallel.fsdp import is_sharded, same_on_all
 from parallel.ranks import widened
 
@@ -479,13 +479,11 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     """
     if not prompts or max_new_tokens == 0:
         return [[] for _ in prompts]
-    longest, was_training = max(map(len, prompts)), model.training
-    try:
+    longest = max(map(len, prompts))
+    with evaluation_mode(model):
         engine = Engine(model, len(prompts), longest + max_new_tokens, len(prompts) * longest)
         requests = engine.add_all([(ids, stop_ids) for ids in prompts], max_new_tokens, sampling)
         while not engine.idle:
             tick()
             engine.step()
-    finally:
-        model.train(was_training)
     return [request.output_ids for request in requests]
