@@ -26,17 +26,11 @@ from config import KINDS, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
-from data_pipeline.prepare import (
-    DOCUMENTS,
-    PreparationOptions,
-    describe_counts,
-    names_of_sources,
-    prepare,
-    read_prepared,
-)
+from data_pipeline.prepare import DOCUMENTS, describe_counts, names_of_sources, prepare, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
 from data_pipeline.templates import text_tokenizer
+from data_pipeline.workers import PreparationOptions
 from settings.load import export, load_config, read_flags
 from tokenizer import load_tokenizer
 

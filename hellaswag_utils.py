@@ -95,8 +95,7 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     wording = json_sha256([item[1:4] for item in items])
     tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
     counts = Counter(name for item in items for name in item.unused)
-    unused = ", ".join(f"{name} ({count:,})" for name, count in counts.items())
-    if unused:
+    if unused := ", ".join(f"{name} ({count:,})" for name, count in counts.items()):
         belongs = "; HellaSwag itself belongs in HELLASWAG_PATH" if counts["activity_label"] else ""
         unused = f"{named.setting}{named.path} has fields that are not scored: {unused}{belongs}"
     return ChoiceSet(named.name, named.title, tasks, chance, wording, unused)

@@ -197,8 +197,7 @@ class EvaluationLine(Line):
 # Names of evaluations; others are multiple-choice sets.
 VALIDATION, GENERATION, REWARD = "validation", "generation", "val_reward"
 SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,
-           "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine,
-           "rollouts.jsonl": RolloutLine}
+           "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine, "rollouts.jsonl": RolloutLine}
 
 
 def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:

@@ -28,8 +28,7 @@ COMMANDS = {
     "scripts/load_instruct_dataset.py": "prepare chats", "scripts/load_pretrain_dataset.py": "prepare text",
     "scripts/make_sample.py": "prepare sample", "scripts/merge_lora.py": "export --to merged",
     "scripts/pipeline.py": "pipeline", "scripts/replay_step.py": "replay", "scripts/report.py": "report",
-    "scripts/sweep.py": "sweep",
-    "scripts/run.py": "train", "scripts/runs.py": "runs",
+    "scripts/sweep.py": "sweep", "scripts/run.py": "train", "scripts/runs.py": "runs",
     "scripts/train_tokenizer.py": "prepare tokenizer", "scripts/verify_checkpoint.py": "verify"}
 
 EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended

@@ -101,8 +101,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     run = Run(config, RunContext(ranks, StopSignals(), None), inputs, None, model, Optimizer(model, config),
               None, Progress(), objective, None)
     reducer = make_reducer(model, ranks, config, run.optimizer)
-    rows = inputs.order(config, ranks).micro_batches(0)[:8]
-    batches = [inputs.rows(micro_batch).to(device) for micro_batch in rows]
+    batches = [inputs.rows(each).to(device) for each in inputs.order(config, ranks).micro_batches(0)[:8]]
 
     def step(number: int) -> None:
         count = sum(int(objective.count(batch)) for batch in batches[:number])
@@ -295,9 +294,8 @@ class Check:
         with self.entry("hardware"):
             if config.device_memory:  # for a GPU that may not be here
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
-                text = (f"planning for {counted(config.world_size, 'GPU')} of "
-                        f"{config.device_memory:g} GB (DEVICE_MEMORY) instead of this machine; "
-                        f"{str(dtype).removeprefix('torch.')} with "
+                text = (f"planning for {counted(config.world_size, 'GPU')} of {config.device_memory:g} GB "
+                        f"(DEVICE_MEMORY) instead of this machine; {str(dtype).removeprefix('torch.')} with "
                         f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
                         f"{'eager' if not config.compile or config.debug else 'compiled'}")
             else:

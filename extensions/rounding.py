@@ -19,16 +19,8 @@ from torch import Tensor, nn
 
 from checkpoint.schema import SavedProgress
 from config import Config
-from learn.optim import (
-    OPTIMIZERS,
-    REDUCERS,
-    EagerOptimizer,
-    Muon,
-    Optimizer,
-    Reducer,
-    clip_scale,
-    learning_rate,
-)
+from learn import optim
+from learn.optim import EagerOptimizer, Muon, Optimizer, Reducer, clip_scale, learning_rate
 from model_utils import why_not_compile
 from parallel.fsdp import local_norms, local_rows, local_span, total_norm
 from parallel.ranks import Ranks, collective
@@ -316,6 +308,6 @@ class RoundingReducer(Reducer):
 
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OPTIMIZERS["rounded adamw"] = RoundedAdamW, RoundedAdamW
-OPTIMIZERS["rounded muon"] = RoundedMuon, RoundedAdamW
-REDUCERS["rounding"] = RoundingReducer
+optim.OPTIMIZERS["rounded adamw"] = RoundedAdamW, RoundedAdamW
+optim.OPTIMIZERS["rounded muon"] = RoundedMuon, RoundedAdamW
+optim.REDUCERS["rounding"] = RoundingReducer

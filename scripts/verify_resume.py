@@ -10,7 +10,6 @@ which is deleted at the end unless something differs.
 The exit code is 0 if everything is the same, 1 if something differs, 2 if a setting is invalid.
 """
 
-import argparse
 import os
 import random
 import re
@@ -263,18 +262,14 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
     return [*comparisons, Comparison("straight again", same, text)]
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
+def main() -> None:
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--steps", default=8, metavar="N", help="number of steps (default: %(default)s)",
                         type=number(int, "of at least 4", lambda value: value >= 4))
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default=1, metavar="N",
                         type=number(int, "of at least 1", lambda value: value >= 1),
                         help="number of ranks (default: %(default)s)")
-    return parser.parse_known_args()
-
-
-def main() -> None:
-    args, flags = parse_args()
+    args, flags = parser.parse_known_args()
 
     def load(more: list[str]) -> Settings:
         environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.nproc_per_node)}

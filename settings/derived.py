@@ -27,9 +27,8 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing o
 # be set in several ways, comes with the checkpoint itself.
 FOR_ONE_START = {
     "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "stop_step",
-    "epochs", "allow_resume_mismatch", "cache_dir", "device",
-    "world_size", "device_memory", "debug", "extensions", "profile_steps", "memory_snapshot",
-    *MODEL_SETTINGS}
+    "epochs", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory", "debug",
+    "extensions", "profile_steps", "memory_snapshot", *MODEL_SETTINGS}
 # Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.
 SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}
 OF_A_RUN = {"random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *SIZES}

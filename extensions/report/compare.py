@@ -103,9 +103,8 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     tasks = task_names(names, runs[0].hellaswag)
     # The main result of the first run comes first.
     main = runs[0].main
-    titles = {main.curve: (main.title.lower(), "higher"),
-              "val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
-              "val_bits_per_byte": ("bits per byte", "lower"),
+    titles = {main.curve: (main.title.lower(), "higher"), "val_loss": ("validation loss", "lower"),
+              "val_perplexity": ("perplexity", "lower"), "val_bits_per_byte": ("bits per byte", "lower"),
               **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
               **{name: (name.replace("_", " "), "higher") for name in HIGHER},
               "train_loss": ("training loss", "lower")}

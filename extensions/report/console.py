@@ -26,10 +26,9 @@ from run.life import Inputs, Run
 from run.log import ranks_differ
 
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
-COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
-           "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
-           "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
-           "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
+COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6), "reward_accuracy": ("acc", 2, 5),
+           "reward_margin": ("margin", 2, 6), "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7),
+           "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 
 

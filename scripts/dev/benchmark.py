@@ -348,9 +348,8 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
                "--threads", str(args.threads), "--profile", str(profile_rows),
-               *(["--eager"] if args.eager else []),
-               *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else []),
-               "--turns", str(args.turns)]
+               *(["--eager"] if args.eager else []), *(["--fast"] if args.fast else []),
+               *(["--device", args.device] if args.device else []), "--turns", str(args.turns)]
     environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     errors = tempfile.TemporaryFile("w+")  # deleted when it is no longer referenced
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,

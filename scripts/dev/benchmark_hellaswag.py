@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-sys.path.append(str(Path(__file__).resolve().parent))
 
 # ruff: noqa: E402
 import torch

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-sys.path.append(str(Path(__file__).resolve().parent))
 
 # ruff: noqa: E402
 import torch

@@ -57,10 +57,9 @@ def run(*command: object) -> float:
 def train(args: Namespace, name: str, steps: int, *flags: object) -> float:
     """Train a run without weight decay, at a constant rate; return its CPU seconds."""
     return run("scripts/main.py", "train", "--output-dir", args.work / "runs", "--run-name", name,
-               "--max-steps", steps, "--lr-schedule", "constant", "--warmup-steps", 0,
-               "--weight-decay", 0, "--save-every", steps, "--sample-every", 0, "--hellaswag-every", 0,
-               "--report", "false", "--device", "cpu",
-               *(["--compile", "false"] if args.eager else []), *flags)
+               "--max-steps", steps, "--lr-schedule", "constant", "--warmup-steps", 0, "--weight-decay", 0,
+               "--save-every", steps, "--sample-every", 0, "--hellaswag-every", 0, "--report", "false",
+               "--device", "cpu", *(["--compile", "false"] if args.eager else []), *flags)
 
 
 def lines(args: Namespace, name: str, file: str) -> list[dict[str, Any]]:
@@ -457,11 +456,10 @@ def train_trl(args: Namespace, config, tokenizer, batches: list) -> list[float]:
     arguments = SFTConfig(
         str(args.work / "trl"), use_cpu=True, bf16=False, max_steps=len(batches),
         per_device_train_batch_size=1, learning_rate=config.learning_rate, lr_scheduler_type="constant",
-        weight_decay=0.0, logging_steps=1,
-        adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, adam_epsilon=config.adam_eps,
-        max_grad_norm=config.max_grad_norm, save_strategy="no", report_to="none", disable_tqdm=True,
-        remove_unused_columns=False, gradient_checkpointing=False, max_length=None,
-        train_sampling_strategy="sequential", dataset_kwargs={"skip_prepare_dataset": True})
+        weight_decay=0.0, logging_steps=1, adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_eps, max_grad_norm=config.max_grad_norm, save_strategy="no",
+        report_to="none", disable_tqdm=True, remove_unused_columns=False, gradient_checkpointing=False,
+        max_length=None, train_sampling_strategy="sequential", dataset_kwargs={"skip_prepare_dataset": True})
     adapters = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear",
                           task_type="CAUSAL_LM") if config.lora_enabled else None
     numbers = Dataset.from_list([{"input_ids": [number]} for number in range(len(batches))])
@@ -505,9 +503,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("results"), help="folder of runs [%(default)s]")
     for name, default, what in (
             ("seeds", 3, "number of seeds"), ("first-seed", 1, "first seed"),
-            ("steps", 100, "steps of a run"),
-            ("problems", 200, "items, or held-out problems or rows"), ("rows", 4, "rows of a step"),
-            ("row-tokens", 512, "tokens of a row"),
+            ("steps", 100, "steps of a run"), ("problems", 200, "items, or held-out problems or rows"),
+            ("rows", 4, "rows of a step"), ("row-tokens", 512, "tokens of a row"),
             ("compared", 1000, "items of HellaSwag for the harness"),
             ("pairs", 731, "pairs, the shortest first"), ("sizes", 3, "sizes of pretraining")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} [%(default)s]")

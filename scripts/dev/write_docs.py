@@ -96,8 +96,7 @@ CARDS = (8, 12, 16, 24, 48, 80)  # GB
 BF16 = {"weight_dtype": "bf16", "optimizer_dtype": "bf16"}
 IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0.0}  # a step is one micro-batch
 METHODS = {"all weights": {}, "all weights, bf16": BF16, "all weights, bf16, in backward": BF16 | IN_BACKWARD,
-           "LoRA": {"lora_enabled": True},
-           "QLoRA": {"lora_enabled": True, "lora_base_quantization": "nf4"}}
+           "LoRA": {"lora_enabled": True}, "QLoRA": {"lora_enabled": True, "lora_base_quantization": "nf4"}}
 
 
 @cache
