@@ -15,7 +15,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 # ruff: noqa: E402
 import torch
-from paired import in_turns, ratio
 
 from checkpoint.huggingface import save_model_folder
 from common.command_line import CommandParser
@@ -24,6 +23,7 @@ from config import Config, extension_module
 from hellaswag_utils import evaluate_batches, prepare_task, read_items
 from model import Transformer
 from parallel.process import configure_allocator
+from scripts.dev.paired import in_turns, ratio
 from tokenizer import load_tokenizer
 
 CPU, LENGTH = torch.device("cpu"), 1024

@@ -17,8 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 # ruff: noqa: E402
 import torch
-from benchmark_generate import SHAPES, huggingface_model
-from paired import ratio
 
 from common.command_line import CommandParser
 from common.errors import run_script
@@ -29,6 +27,8 @@ from fused.head import IGNORE_INDEX
 from model import Transformer
 from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
+from scripts.dev.benchmark_generate import SHAPES, huggingface_model
+from scripts.dev.paired import ratio
 from tokenizer import load_tokenizer
 
 
