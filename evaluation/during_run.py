@@ -176,8 +176,8 @@ def validation(run: Run) -> Result:
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
     # JSON has no NaN; seven digits are those of float32.
-    line = {"name": schema.VALIDATION, "items": items, "n": len(count_N),
-            "kind": "answers" if kind == "pairs" and config.preference_objective == "kto" else kind,
+    shown = "answers" if kind == "pairs" and config.preference_objective == "kto" else kind
+    line = {"name": schema.VALIDATION, "items": items, "kind": shown, "n": len(count_N),
             "loss": [float(f"{each:.7g}") if math.isfinite(each) else None for each in by_item["loss"]],
             "count": [round(each) for each in count_N]}
     if "reward_accuracy" in by_item:
