@@ -39,7 +39,8 @@ INTENDED: list[tuple[str, str]] = [
     (r"/generation_config\.json$", "its keys have one order, also after a resume"),
     (r"-ranks.*: keys of metrics$", "several ranks log the fastest and the slowest"),
     (r"^data: (chats|pairs|prompts|unpaired), prepared by the reference", "version 5 of the examples is prepared again"),
-    (r": stored outputs$", "a reference is computed only for the pairs that the run reads")]
+    (r": stored outputs$", "a reference is computed only for the pairs that the run reads"),
+    (r"^kto.*: evaluations\.jsonl$", "what is evaluated are answers, and no pairs")]
 
 # Names of settings and state that the reference does not record, or with another default.
 NEW_SETTINGS = ["EXCLUDE_DATA", "EXTENSIONS", "METRIC", "MLFLOW_ENABLED", "OPTIMIZER_DTYPE", "UPDATE_IN_BACKWARD",
