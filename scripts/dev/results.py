@@ -35,6 +35,7 @@ SPLITS = {"train": 7473, "test": 1319}  # problems of GSM8K
 ENDS_WITH_NUMBER = r"\d\W*$"  # for --reward regex
 EVALUATED: dict[Path | str, dict[str, Any]] = {}
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
+FP32 = ("--device", "cpu", "--precision", "fp32")  # as the other programs; some CPUs would choose bf16
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 128": (4, 128), "6 layers of 192": (6, 192)}
 
 
@@ -59,7 +60,7 @@ def train(args: Namespace, name: str, steps: int, *flags: object) -> float:
     return run("scripts/main.py", "train", "--output-dir", args.work / "runs", "--run-name", name,
                "--max-steps", steps, "--lr-schedule", "constant", "--warmup-steps", 0, "--weight-decay", 0,
                "--save-every", steps, "--sample-every", 0, "--hellaswag-every", 0, "--report", "false",
-               "--device", "cpu", *(["--compile", "false"] if args.eager else []), *flags)
+               *FP32, *(["--compile", "false"] if args.eager else []), *flags)
 
 
 def lines(args: Namespace, name: str, file: str) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def evaluate(args: Namespace, model: Path | str) -> dict[str, Any]:
     """Return the metrics of a model on the held-out problems: those of the start only once."""
     if model not in EVALUATED:
         file = args.work / "eval.json"
-        run("scripts/evaluate.py", model, *held_out(args), "--device", "cpu", "--json", file)
+        run("scripts/evaluate.py", model, *held_out(args), *FP32, "--json", file)
         EVALUATED[model] = json.loads(file.read_text())["metrics"]
     return EVALUATED[model]
 
