@@ -139,7 +139,7 @@ def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggin
 
 def checked(name: str, tensor: LazyTensor) -> LazyTensor:
     """Return a float tensor that raises CheckpointError when it reads a non-finite number."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:  # safetensors files here have no fp8
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:  # fp8 needs its scales
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, expected floats; use another checkpoint")
 
     def read(start: int, stop: int) -> Tensor:

@@ -25,6 +25,7 @@ from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
 from dataloaders import Batch, TokenRows, cache_of, check_rows, permute
 from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
+from extensions.report.console import times_read
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
 from run.life import Inputs, Run, save_checkpoint
@@ -216,9 +217,8 @@ class PrepareAhead(Extension):
             run.log.warn(f"{failure}. The run goes on with the {self.rows.prepared.tokens:,} tokens that are "
                          "prepared")
         elif self.rows.is_complete:
-            passes = run.config.max_steps * run.config.rows_read / len(self.rows)
             counts = describe_counts(self.rows.folder, read_prepared(self.rows.folder))
-            for line in (f"The data is prepared; the run reads it {passes:.2f} times:", *counts):
+            for line in (f"The data is prepared; {times_read(run.config, self.rows)}:", *counts):
                 run.log.info(line)
 
     @collective

@@ -16,7 +16,7 @@ from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline.mixture import describe_sources
-from dataloaders import MixedRows
+from dataloaders import MixedRows, Rows
 from extensions.cost import parameter_count
 from fused.attention import choose_kernel
 from learn.optim import learning_rate
@@ -81,9 +81,14 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
     if isinstance(inputs.rows, MixedRows):
         table = describe_sources(inputs.rows.mixture, inputs.sources(config))
         return [inputs.description, *(f"  {line}" for line in table)]
-    epochs = config.max_steps * config.rows_read / len(inputs.rows)
     is_whole = getattr(inputs.rows, "is_complete", True)  # otherwise more is being prepared
-    return [inputs.description + f"; the run reads it {epochs:#.3g} times" * is_whole]
+    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole]
+
+
+def times_read(config: Config, rows: Rows) -> str:
+    """Return how often a run reads its rows."""
+    times = config.max_steps * config.rows_read / len(rows)
+    return "the run reads " + (f"it {times:,.2f} times" if times >= 0.01 else f"{100 * times:.1g} % of it")
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
