@@ -1,7 +1,7 @@
 """The settings of the core with their types, defaults and meanings, and the rules between them.
 
 A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON,
-YAML and as an attribute. `settings/load.py` reads them. extensions/settings.py has those of the extensions.
+YAML and as an attribute. `plan/layers.py` reads them. extensions/settings.py has those of the extensions.
 """
 
 import math
@@ -25,7 +25,7 @@ PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # for RUN_NAME
 class RunConfig(Section):
     """Stage, run folder, start checkpoint and hardware."""
 
-    preset: str = safe("", "named settings (settings/presets/) that override .env; the last one wins",
+    preset: str = safe("", "named settings (plan/presets/) that override .env; the last one wins",
                        separator=",")
     training_stage: Literal["pretrain", "sft", "dpo", "grpo"] = fixed(
         "pretrain", "kind of data: text, chats for sft, preference pairs for dpo, prompts for grpo")

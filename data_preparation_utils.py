@@ -31,7 +31,7 @@ from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
-from settings.load import export, load_config, read_flags
+from plan.layers import export, load_config, read_flags
 from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}

@@ -29,7 +29,7 @@ from config import KIND_OF_STAGE, Config, extension_module
 from data_pipeline import shards
 from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS, POLL_SECONDS = 10, 0.2

@@ -40,8 +40,8 @@ from common.files import check_start, json_sha256, plain
 from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of
-from fused.head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer, evaluation_mode
+from model_kernels.head import IGNORE_INDEX
 
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits after decompression; HellaSwag has 3 kB and 13 MB

@@ -19,11 +19,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, padded
-from fused.attention import SHARED_PREFIX, VARLEN, Spans, attend, choose_kernel, compute_spans, document_spans
-from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
-from fused.matmul import linear, upcast_for_matmul
-from fused.norm import Normalized
-from fused.rotary import apply_rotary_emb, precompute_freqs
+from model_kernels.attention import (
+    SHARED_PREFIX,
+    VARLEN,
+    Spans,
+    attend,
+    choose_kernel,
+    compute_spans,
+    document_spans,
+)
+from model_kernels.head import ChunkedHead, HeadWeight, LogitsLoss, embed
+from model_kernels.matmul import linear, upcast_for_matmul
+from model_kernels.norm import Normalized
+from model_kernels.rotary import apply_rotary_emb, precompute_freqs
 
 LONG_ROW = 256  # tokens; up to here, evaluation with a shared prefix is faster with a mask, on a CPU
 
@@ -49,7 +57,7 @@ class RMSNorm(nn.Module):
 class AttentionMeta(NamedTuple):
     """Inputs of attention besides queries, keys and values; computed once per forward for all blocks."""
 
-    kernel: str  # one of fused.attention.KERNELS
+    kernel: str  # one of model_kernels.attention.KERNELS
     cos_BT1H: Tensor  # cosine of each pair's angle, repeated for both elements; B is 1 if all rows share it
     sin_BT1H: Tensor  # sine, negative for the first element of each pair
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
@@ -197,7 +205,7 @@ class TransformerBlock(nn.Module):
 class VocabularyMatrix(nn.Module):
     """A matrix with one row per token id, used as the embedding, the head or both."""
 
-    packed: Optional[Tensor] = None  # the head's values in the layout of `fused.matmul.pack`
+    packed: Optional[Tensor] = None  # the head's values in the layout of `model_kernels.matmul.pack`
 
     def __init__(self, rows: int, dim: int):
         super().__init__()

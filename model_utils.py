@@ -23,8 +23,8 @@ from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
-from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
+from model_kernels.matmul import CPU_MULTIPLIES_BF16
 from parallel import fsdp
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective

@@ -23,7 +23,7 @@ from common.text import (
 from config import KINDS
 from parallel import process
 from parallel.process import EXIT_PREEMPTED
-from settings.load import Settings, exit_with, load_or_exit
+from plan.layers import Settings, exit_with, load_or_exit
 
 USAGE = ("./paddock train [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
@@ -52,7 +52,7 @@ from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.extensions import Extension, find
-from run.life import (
+from run.run import (
     Run,
     StepResult,
     finish_saving,

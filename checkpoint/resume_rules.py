@@ -26,7 +26,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
     Args:
         state: the checkpoint's trainer state, with `settings`, `identity` and `world_size`.
-        now_identity: the current `life.Inputs.identity`.
+        now_identity: the current `run.Inputs.identity`.
         is_own: the checkpoint was written by this run.
         sources: the source of each explicit setting.
     """

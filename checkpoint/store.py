@@ -2,7 +2,7 @@
 
 A checkpoint is a folder such as `step-00000200`. It is written as `tmp-...`, then gets a MANIFEST.json with
 the size and hash of every file except README.md, and is renamed last. It is renamed to `trash-...` before
-it is deleted. run/life.py decides on the contents, and tensors.py writes the bytes.
+it is deleted. run/run.py decides on the contents, and tensors.py writes the bytes.
 """
 
 import os

@@ -27,7 +27,7 @@ safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "cur
 
 
 def interval(times: int, most: int, meaning: str):
-    """Return a field for the steps between two events; settings/derived.py divides MAX_STEPS by `times`."""
+    """Return a field for the steps between two events; plan/derived.py divides MAX_STEPS by `times`."""
     return safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0,
                 times=times)
 

@@ -11,13 +11,13 @@ import torch
 from checkpoint import schema
 from common.activity import phase
 from common.files import json_sha256
-from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from learn.objectives import Objective, sums_by_item
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from model_utils import forced_eager
 from parallel.ranks import RunContext, collective, widened
-from run.life import Run
+from run.run import Run
 
 CHOICE_TOKENS = 16_384  # per forward pass for multiple choice
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl

@@ -34,8 +34,8 @@ from extensions.report.console import trained_count
 from extensions.report.data import segments, setting_lines
 from model_utils import device_name
 from run.extensions import Extension
-from run.life import Run
 from run.log import EVALUATED
+from run.run import Run
 
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from config import LORA_LAYERS, Config, ModelConfig, padded
-from fused.attention import KERNELS
-from fused.head import FITS, tokens_in_chunk
 from learn.objectives import reference_is_live
 from learn.optim import OPTIMIZERS, muon_batch
+from model_kernels.attention import KERNELS
+from model_kernels.head import FITS, tokens_in_chunk
 from run.saving import pinned_bytes
 
 FLOAT32 = 4

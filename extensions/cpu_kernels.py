@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from fused.attention import ATTEND, KERNELS, VARLEN, Kernel
+from model_kernels.attention import ATTEND, KERNELS, VARLEN, Kernel
 
 BLOCK = 64
 # Rows up to this length keep their probabilities for the backward pass: up to a fourth of the activations. In

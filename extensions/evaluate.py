@@ -31,16 +31,16 @@ from extensions.inference.weights import load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.settings import EvaluateConfig
-from fused.head import IGNORE_INDEX
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import Ranks, RunContext, collective
+from plan.layers import Layer, validate
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.life import Inputs, Progress, Run
+from run.run import Inputs, Progress, Run
 from run.start import choose_objective, find_base, open_evaluation_inputs
-from settings.load import Layer, validate
 from tokenizer import load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size

@@ -28,10 +28,10 @@ from data_pipeline.sources import Reading, Source
 from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
 from dataloaders import Batch, MixedRows, Rows, TokenRows
 from extensions.settings import Selector, read_selectors
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 from run.extensions import Extension
-from run.life import Inputs
+from run.run import Inputs
 
 # ------------------------------------------------------------------------------------------------- examples
 

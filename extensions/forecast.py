@@ -31,19 +31,19 @@ from extensions.evaluate import function_of, read_held_out
 from extensions.online import Rewards
 from extensions.report import console
 from extensions.report.health import time_text
-from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
 from learn.teacher import find_teacher
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
+from plan.derived import TOKENS_PER_PARAMETER
+from plan.layers import PRESETS_DIR, Settings
 from run.extensions import load_extensions
 from run.folder import has_run
-from run.life import Inputs, Progress, Run, trained_bytes
+from run.run import Inputs, Progress, Run, trained_bytes
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
-from settings.derived import TOKENS_PER_PARAMETER
-from settings.load import PRESETS_DIR, Settings
 from tokenizer import load_tokenizer
 from train import train_step
 

@@ -26,7 +26,7 @@ from model_utils import forced_eager, seed_step
 from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
-from run.life import Run, StepResult, follow_folder
+from run.run import Run, StepResult, follow_folder
 from run.step_log import checksum, save_before
 from train import accumulate_gradients
 

@@ -37,13 +37,13 @@ from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
-from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
 from model import SHARED_PREFIX, Transformer, evaluation_mode
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import RunContext, collective
-from run.life import Run, StepResult
+from run.run import Run, StepResult
 
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions

@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 
 from common.text import command, counted, without_passwords
 from config import Config
-from settings.names import (
+from plan.names import (
     ALIASES,
     OTHER_WAYS,
     SWITCHES,

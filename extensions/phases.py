@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parallel.ranks import collective
-from run.life import Run
+from run.run import Run
 
 ONLINE_PHASES = ("generate", "reward")  # of a step that trains on answers of the model
 STEP_PHASES = ("data", *ONLINE_PHASES, "forward", "backward", "optimizer", "communication")

@@ -19,7 +19,7 @@ from common.activity import ACTIVITY
 from common.files import plain
 from common.text import once, pip_install
 from parallel.process import number_of
-from run.life import Run
+from run.run import Run
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
 STOP_SECONDS = 2  # time for the thread to end before it is abandoned

@@ -28,7 +28,7 @@ from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_end
 from extensions.report.console import times_read
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
-from run.life import Inputs, Run, save_checkpoint
+from run.run import Inputs, Run, save_checkpoint
 
 REPORT_SECONDS = 30.0
 

@@ -24,7 +24,7 @@ from extensions.settings import step_window
 from parallel.process import number_of
 from parallel.ranks import collective
 from run.extensions import Extension
-from run.life import Run, StepResult
+from run.run import Run, StepResult
 
 ROWS = 25  # rows of each table
 SNAPSHOT_EVENTS = 200_000  # the last allocations of a step to keep; each takes a few KB

@@ -8,7 +8,7 @@ from common.errors import DataError
 from common.text import counted
 from data_pipeline.chats import ExampleSet
 from dataloaders import Batch, permute
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 
 
 class PromptRows:

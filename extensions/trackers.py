@@ -14,8 +14,8 @@ from common.text import once
 from config import Config
 from parallel.process import STUCK
 from run.extensions import Extension
-from run.life import Run
 from run.log import RunLog
+from run.run import Run
 
 Rows = Sequence[Sequence[Any]]
 

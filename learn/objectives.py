@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from common.activity import tick
 from config import Config, DistillationConfig, PreferenceConfig
-from fused.attention import SHARED_PREFIX
-from fused.head import IGNORE_INDEX, add_at, slices, with_any_rows
+from model_kernels.attention import SHARED_PREFIX
+from model_kernels.head import IGNORE_INDEX, add_at, slices, with_any_rows
 from parallel.ranks import widened
 
 CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic

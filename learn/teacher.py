@@ -19,9 +19,9 @@ from common.remote import is_hub_name
 from common.text import command, pip_install
 from config import Config
 from dataloaders import Batch
-from fused.head import IGNORE_INDEX
-from fused.matmul import linear
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
+from model_kernels.matmul import linear
 from parallel.fsdp import is_sharded
 from parallel.ranks import Ranks, collective
 from tokenizer import load_tokenizer

@@ -36,21 +36,21 @@ from config import (
     rules,
     shape_rules,
 )
-from fused.attention import choose_kernel
-from fused.head import choose_head_chunk
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.optim import Optimizer
-from learn.stored import OutputStore, with_reference
+from learn.reference_cache import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer, evaluation_mode, padded
+from model_kernels.attention import choose_kernel
+from model_kernels.head import choose_head_chunk
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
+from plan.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
+from plan.layers import Settings, assigned
 from run.extensions import load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
-from run.life import Inputs, Progress, Run, trained_bytes
 from run.log import RunLog
-from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
-from settings.load import Settings, assigned
+from run.run import Inputs, Progress, Run, trained_bytes
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, LossSpikeError, NonFiniteError
 from parallel import fsdp
 from parallel.ranks import collective
-from run.life import Run, StepResult, finish_saving, save_checkpoint
+from run.run import Run, StepResult, finish_saving, save_checkpoint
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 SUMMED_WORDS = {"cpu": 2**16, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches

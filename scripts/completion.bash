@@ -40,7 +40,7 @@ _paddock() {
         :-*) words=$(_paddock_flags) ;;
         :*:--preset)
             case "$current" in *,*) before=$before${current%,*}, current=${current##*,} ;; esac
-            words=$(cd "$root/settings/presets" && ls) words=${words//.env/} ;;
+            words=$(cd "$root/plan/presets" && ls) words=${words//.env/} ;;
         :*:--run-name) words=$(ls runs 2> /dev/null) ;;
         :*:--resume) words="auto never $(_paddock_checkpoints)" ;;
         :*:--*-checkpoint | :*:--teacher-model) words=$(_paddock_checkpoints) ;;

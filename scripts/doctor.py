@@ -195,7 +195,7 @@ def check_settings() -> Iterator[Finding]:
         return
     try:
         from common.errors import SettingsError
-        from settings.load import load_config
+        from plan.layers import load_config
     except ImportError:
         return
     try:

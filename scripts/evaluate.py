@@ -31,7 +31,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
 from common.text import aligned, print_safely, show, status_line  # noqa: E402
-from settings.load import read_flags  # noqa: E402
+from plan.layers import read_flags  # noqa: E402
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
 

@@ -114,7 +114,7 @@ def main() -> None:
     args = parse_args()
     from checkpoint.store import MANIFEST, OPTIMIZER, STATE, verify_model
     from extensions.inference.weights import find_model
-    from settings.load import export, load_config
+    from plan.layers import export, load_config
 
     export(load_config(complete=False))  # HF_TOKEN
     folder = find_model(args.model)

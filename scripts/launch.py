@@ -47,8 +47,8 @@ from common.text import counted, print_safely, silence_unread_streams
 from config import Config
 from parallel import process
 from parallel.process import LOOPBACK, is_loopback, listen_at
+from plan.layers import exit_with, export, load_config, peek
 from scripts.gpus import GpuRequest, take_gpus
-from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # logs of earlier launches

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import command, counted  # noqa: E402
-from settings.load import read_flags  # noqa: E402
+from plan.layers import read_flags  # noqa: E402
 
 
 def parse_args() -> list[str]:

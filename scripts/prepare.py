@@ -36,8 +36,8 @@ def train_command(kind: str, folder: Path, used) -> str:
     from config import STAGE_OF_KIND, START_FROM
     from data_pipeline import mixture
     from data_pipeline.prepare import read_prepared
-    from settings.derived import saved_settings
-    from settings.load import load_config
+    from plan.derived import saved_settings
+    from plan.layers import load_config
 
     stage, loaded = STAGE_OF_KIND[kind], load_config(complete=False)
     config = loaded.config

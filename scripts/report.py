@@ -25,7 +25,7 @@ from extensions.report.compare import by_configuration, results  # noqa: E402
 from extensions.report.curves import task_names  # noqa: E402
 from extensions.report.page import ASSETS, Report, render  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
-from settings.load import find_run, load_config  # noqa: E402
+from plan.layers import find_run, load_config  # noqa: E402
 
 
 def inches(text: str) -> float:

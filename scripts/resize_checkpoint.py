@@ -35,8 +35,8 @@ from config import ModelConfig
 from extensions.card import derived_card, write_card
 from extensions.inference.weights import find_model
 from model_utils import read_model_config
+from plan.layers import load_config
 from scripts.prepare import free_run_name
-from settings.load import load_config
 from tokenizer import load_tokenizer
 
 

@@ -34,7 +34,7 @@ from config import KIND_OF_STAGE, KINDS, Config  # noqa: E402
 from data_pipeline.shards import MANIFEST, MIXTURE  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from scripts.gpus import choose_gpus  # noqa: E402
-from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
+from plan.layers import exit_with, load_config, peek, read_flags  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
 CHECK_HELP = """Check settings, data, memory and time of a run, without training.

@@ -28,7 +28,7 @@ from common.text import PROGRAM, WIDTH, aligned, counted, show, show_part  # noq
 from config import START_FROM  # noqa: E402
 from extensions.report.data import RunReader, format_value  # noqa: E402
 from extensions.report.health import time_text  # noqa: E402
-from settings.load import load_config  # noqa: E402
+from plan.layers import load_config  # noqa: E402
 
 LOCK = "run.lock"
 STARTS = (*(name.upper() for name in START_FROM), "TEACHER_MODEL")

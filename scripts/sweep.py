@@ -34,7 +34,7 @@ from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
 from extensions.report.compare import by_configuration, results  # noqa: E402
 from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
-from settings.load import exit_with, load_config  # noqa: E402
+from plan.layers import exit_with, load_config  # noqa: E402
 
 FAILED_ALONE = {1, 4, 6}  # exit codes after which the sweep continues: crash, non-finite loss, hang
 

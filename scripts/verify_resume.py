@@ -35,8 +35,8 @@ from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import command, last_line, show  # noqa: E402
 from config import Config  # noqa: E402
+from plan.layers import Settings, exit_with, export, load_config  # noqa: E402
 from run.log import CLOCKS  # noqa: E402
-from settings.load import Settings, exit_with, export, load_config  # noqa: E402
 
 STOP_SECONDS = 60  # time for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5

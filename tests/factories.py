@@ -31,15 +31,15 @@ from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
 from extensions import cpu_kernels, reproducible, rounding  # noqa: F401, which they register
-from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
 from learn.optim import Optimizer, make_reducer
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from parallel.fsdp import local_rows
 from parallel.ranks import Ranks
 from run import folder as run_folder
-from run.life import Progress
 from run.log import CLOCKS
+from run.run import Progress
 
 METRICS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy

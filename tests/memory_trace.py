@@ -22,14 +22,14 @@ from extensions.forecast import probe_objective
 from extensions.online import GRPO
 from extensions.reproducible import ReproducibleReducer
 from extensions.rounding import RoundingReducer
-from fused import matmul
 from learn.objectives import Distillation, Objective, frozen_logprobs, reference_is_live, token_logprobs
 from learn.optim import Optimizer, Reducer, clip_scale
 from learn.teacher import LlamaTeacher
 from model import Transformer
+from model_kernels import matmul
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
-from run.life import Progress
+from run.run import Progress
 
 
 class Traced(NamedTuple):

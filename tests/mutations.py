@@ -44,9 +44,9 @@ OBJECTIVES, DISTILLATION = "tests/learn/test_objectives.py", "tests/learn/test_d
 ROUNDING = "tests/learn/test_rounding.py"
 GRPO, ROLLOUTS = "tests/learn/test_grpo.py", "tests/system/resume/test_online_runs.py"
 RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
-ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
+ATTENTION, STORE = "tests/model_kernels/test_attention.py", "tests/checkpoint/test_store.py"
 SAVING, ELASTIC = "tests/run/test_saving.py", "tests/system/resume/test_elastic.py"
-EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settings/test_load.py"
+EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/plan/test_load.py"
 PROPERTIES = "tests/data_pipeline/test_properties.py"
 EXACT = "tests/parallel/test_exact_sums.py::"
 SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
@@ -63,30 +63,30 @@ FAULTS = [
     # Model
     fault("INIT_COPY: heads of the wrong group", "model.py", "repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)",
           "repeat(config.n_heads // config.n_kv_heads, 1, 1)", f"{MODEL}::test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to"),
-    fault("rotary embedding: other direction", "fused/rotary.py", "(-sin, sin)", "(sin, -sin)", MODEL),
+    fault("rotary embedding: other direction", "model_kernels/rotary.py", "(-sin, sin)", "(sin, -sin)", MODEL),
     fault("causal mask: off by one", "model.py", "key_S <= key_S[:, None]", "key_S < key_S[:, None]",
           MODEL),
-    fault("RMSNorm: no eps", "fused/norm.py", ".add_(eps)", "", MODEL),
-    fault("RMSNorm: gradient through the factor is lost", "fused/norm.py", ".div_(-x.shape[-1])", ".mul_(0)", MODEL),
+    fault("RMSNorm: no eps", "model_kernels/norm.py", ".add_(eps)", "", MODEL),
+    fault("RMSNorm: gradient through the factor is lost", "model_kernels/norm.py", ".div_(-x.shape[-1])", ".mul_(0)", MODEL),
     fault("tied head: no gradient", "model.py", "return HeadWeight(self.weight, self.weight)",
           "return HeadWeight(self.weight.detach(), self.weight.detach())", MODEL),
-    fault("chunked head: gradient not scaled", "fused/head.py", "learned.mul_(factor)", "learned",
+    fault("chunked head: gradient not scaled", "model_kernels/head.py", "learned.mul_(factor)", "learned",
           MODEL),
-    fault("chunked head: only the last chunk's gradient in bf16", "fused/head.py", "self.learned[rows] +=", "self.learned[rows] =",
+    fault("chunked head: only the last chunk's gradient in bf16", "model_kernels/head.py", "self.learned[rows] +=", "self.learned[rows] =",
           f"{MODEL}::test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_rows"),
-    fault("tiles of logits: the first id of a tile is missing", "fused/head.py", "(index_M1 >= ids.start)",
+    fault("tiles of logits: the first id of a tile is missing", "model_kernels/head.py", "(index_M1 >= ids.start)",
           "(index_M1 > ids.start)", MODEL),
-    fault("grouped queries: wrong key heads", "fused/attention.py", "heads.repeat_interleave(group, dim=2)",
+    fault("grouped queries: wrong key heads", "model_kernels/attention.py", "heads.repeat_interleave(group, dim=2)",
           "heads.repeat(1, 1, group, 1)",
           f"{ATTENTION}::test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups"),
     fault("blocks of queries: the document before is seen", "extensions/cpu_kernels.py",
           "key_J1S < first_JC1", "key_J1S < 0", ATTENTION),
     fault("blocks of queries: answers see each other", "extensions/cpu_kernels.py", "(key_J1S >= end_JC1)", "(key_J1S < 0)", MODEL),
-    fault("document borders: those of the first row alone", "fused/attention.py", "start_BT == index_BT - index_BT[:, :1]",
-          "start_BT == index_BT", "tests/fused/test_attention.py"),
+    fault("document borders: those of the first row alone", "model_kernels/attention.py", "start_BT == index_BT - index_BT[:, :1]",
+          "start_BT == index_BT", "tests/model_kernels/test_attention.py"),
     fault("document mask: earlier documents visible", "model.py", "(key_S >= start_BT1)", "(key_S >= 0)",
           MODEL),
-    fault("RMSNorm: computed in bf16", "fused/norm.py", "x32 = x.float() normed", "x32 = x\n        normed",
+    fault("RMSNorm: computed in bf16", "model_kernels/norm.py", "x32 = x.float() normed", "x32 = x\n        normed",
           f"{HF}::test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers"),
 
     fault("RMSNorm: computed in bf16 when compiled", "model.py", "x32 = x.float() return (x32", "x32 = x\n        return (x32", MODEL),
@@ -309,7 +309,7 @@ FAULTS = [
           f"{SAVING}::test_without_room_for_a_copy_training_stops_for_the_whole_save"),
     fault("retention: best one deleted", "checkpoint/store.py", "*best, *regular)", "*regular)",
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
-    fault("best: one that is only as good", "run/life.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
+    fault("best: one that is only as good", "run/run.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
           "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
     fault("Hugging Face: the context of the run's rows", "checkpoint/huggingface.py",
           "max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))", "pass",
@@ -327,7 +327,7 @@ FAULTS = [
 
     # Settings and errors
     fault("settings: a rule is dropped", "config.py", "if c.n_heads % c.n_kv_heads:", "if False:", SETTINGS),
-    fault("settings: environment above flags", "settings/load.py", "Layer(environment), flags]",
+    fault("settings: environment above flags", "plan/layers.py", "Layer(environment), flags]",
           "flags, Layer(environment)]", SETTINGS),
     fault("exit code: always 1", "parallel/ranks.py", "error.exit_code,", "1,",
           f"{HANGS}::test_one_place_explains_every_end"),
@@ -407,9 +407,9 @@ FAULTS = [
     fault("engine: a row in use is assigned to another request", "extensions/inference/engine.py",
           "if source.request or shared < len(source.cached)", "if shared < len(source.cached)",
           "tests/inference/test_engine.py"),
-    fault("cache: a grouped query attends beyond its row", "fused/attention.py",
+    fault("cache: a grouped query attends beyond its row", "model_kernels/attention.py",
           "masked_fill_(~mask_B1TS[:, :, :, None], -torch.inf)", "masked_fill_(~mask_B1TS[:, :, :, None], 0)",
-          "tests/fused/test_attention.py"),
+          "tests/model_kernels/test_attention.py"),
     fault("rollouts: the weights stay packed", "extensions/inference/weights.py",
           "layer.weight = weight", "pass", "tests/inference/test_weights.py"),
     fault("engine: presence counts each time", "extensions/inference/engine.py", "self.samplings.presence_B1 * (self.counts_RV > 0)",

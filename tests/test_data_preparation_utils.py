@@ -29,8 +29,8 @@ from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_tok
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
+from plan.layers import load_config
 from scripts.prepare import train_command
-from settings.load import load_config
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from data_pipeline.shards import (
     open_token_set,
 )
 from dataloaders import Batch, RowOrder, TokenRows, load_steps, permute, validation_batches
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
 from extensions.inference.engine import RowCache
-from fused import matmul
-from fused.head import IGNORE_INDEX, HeadGradients, float_logits
-from fused.matmul import linear
 from model import SHARED_PREFIX, RMSNorm, Transformer, padded
+from model_kernels import matmul
+from model_kernels.head import IGNORE_INDEX, HeadGradients, float_logits
+from model_kernels.matmul import linear
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -162,7 +162,7 @@ def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
 @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
 @pytest.mark.parametrize("mode", ["logprobs", "sum"])
 def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, mode, monkeypatch):
-    monkeypatch.setattr("fused.head.CACHED_LOGITS", 1000)  # a chunk has several parts
+    monkeypatch.setattr("model_kernels.head.CACHED_LOGITS", 1000)  # a chunk has several parts
     tokens, targets = random_ids(2, 15), random_ids(2, 15, seed=1)
     targets[0, 3:9] = targets[1, -1] = IGNORE_INDEX
     model = make(tie_embeddings=tied, head_chunk_tokens=chunk)
@@ -255,8 +255,8 @@ def test_weights_are_initialized_by_the_settings():
 
 
 def test_without_gradients_tiles_of_logits_give_torchs_log_softmax(monkeypatch):
-    monkeypatch.setattr("fused.head.CACHED_POSITIONS", 5)
-    monkeypatch.setattr("fused.head.CACHED_IDS", 60)  # the last tile of 200 ids is shorter
+    monkeypatch.setattr("model_kernels.head.CACHED_POSITIONS", 5)
+    monkeypatch.setattr("model_kernels.head.CACHED_IDS", 60)  # the last tile of 200 ids is shorter
     model = new_model(ModelConfig(**SMALL), 200)
     hidden_MD, targets_M = 9 * torch.randn(12, SMALL["dim"]), torch.tensor([0, 59, 60, 199, IGNORE_INDEX] + [7] * 7)
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_without_gradients_tiles_of_logits_give_torchs_log_softmax(monkeypatch):
 
 def test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_rows(monkeypatch):
     monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)
-    monkeypatch.setattr("fused.head.CACHED_ROWS", 60)  # the last slice of 200 rows is shorter
+    monkeypatch.setattr("model_kernels.head.CACHED_ROWS", 60)  # the last slice of 200 rows is shorter
     gradient_MV, hidden_MD, weight_VD = (torch.randn(size).bfloat16() for size in ((9, 200), (9, 8), (200, 8)))
     gradients = HeadGradients(hidden_MD, weight_VD, None)
     for chunk in (slice(0, 5), slice(5, 9)):

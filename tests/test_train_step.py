@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from config import Config, OptimConfig
 from dataloaders import Batch
-from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import DPO, NextToken
 from learn.optim import Optimizer, clip_scale, gradient_norm, newton_schulz
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import start_ranks, stop_ranks
 
 

@@ -9,8 +9,8 @@ import torch._dynamo  # noqa: F401
 
 from config import Config
 from extensions.card import template
+from plan.layers import misspelled
 from run.extensions import load_extensions
-from settings.load import misspelled
 
 template()
 load_extensions(Config(), print)

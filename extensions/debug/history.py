@@ -29,7 +29,7 @@ from common.text import ROOT, counted, duration, last_line, show
 from config import Config
 from extensions.debug.replay import examine_rows, open_run, read_settings, read_step_log, replay_before
 from model_utils import choose_device, device_name
-from settings.load import Layer
+from plan.layers import Layer
 
 NO_FLAGS = Layer()
 # What the repeated steps do not need. Validation stays: it counts for early stopping.

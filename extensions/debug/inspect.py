@@ -27,7 +27,7 @@ from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, pre
 from dataloaders import ExampleRows, MixedRows, Rows, TokenRows, open_mixture, open_set, rows_at
 from extensions.exclude import digest_of, exclude
 from extensions.settings import selector_of
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
 LONGEST = 1 << 20  # tokens; longer documents are counted together

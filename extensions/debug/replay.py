@@ -27,16 +27,16 @@ from common.text import counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from extensions.guards import FirstBad, describe_tensors
-from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum, token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
+from model_kernels.head import IGNORE_INDEX
 from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
+from plan.layers import Layer, Settings, read_config_file, validate
 from run.folder import RunFolder
-from run.life import Run, StepResult
+from run.run import Run, StepResult
 from run.start import build_run, find_base, find_start, prepare_device, read_inputs
 from run.step_log import median_and_deviation, rows_crc32
-from settings.load import Layer, Settings, read_config_file, validate
 from train import train_step
 
 CONTEXT_TOKENS = 24  # to show before and after a token

@@ -34,8 +34,8 @@ from extensions.report.data import RunReader
 from extensions.report.page import ASSETS, csp_hash, fill_template, join_assets
 from extensions.report.paired import paired_t
 from extensions.settings import Selector, read_selectors
-from fused.head import IGNORE_INDEX
 from learn.optim import learning_rate
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 from run.start import read_inputs
 

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from common.activity import tick
 from common.text import print_safely
 from config import ModelConfig
-from fused.rotary import precompute_freqs
 from model import KVCache, Transformer, evaluation_mode, window_mask
+from model_kernels.rotary import precompute_freqs
 from parallel.fsdp import is_sharded, same_on_all
 from parallel.ranks import widened
 

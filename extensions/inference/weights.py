@@ -22,13 +22,13 @@ from common.text import command, print_safely
 from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
-from fused.matmul import linear, pack
 from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
+from model_kernels.matmul import linear, pack
 from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta, read_model_config
 from parallel.fsdp import is_sharded
+from plan.layers import export, load_config
 from run.start import find_by_hash
-from settings.load import export, load_config
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
@@ -231,7 +231,7 @@ def add_products(model: Transformer) -> None:
 
 @torch.no_grad()
 def pack_weights(model: Transformer, int8: bool = False) -> None:
-    """Lay out a frozen model's matrices for `fused.matmul.linear`; with `int8`, quantize the blocks'."""
+    """Lay out a frozen model's matrices for `model_kernels.matmul.linear`; `int8` quantizes the blocks'."""
     for name, layer in [*model.named_modules()]:
         if type(layer) is Linear and int8:
             parent, _, last = name.rpartition(".")

@@ -18,12 +18,12 @@ from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, Rows
 from extensions.cost import parameter_count
-from fused.attention import choose_kernel
 from learn.optim import learning_rate
 from model import Transformer
+from model_kernels.attention import choose_kernel
 from model_utils import is_vocabulary
-from run.life import Inputs, Run
 from run.log import ranks_differ
+from run.run import Inputs, Run
 
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
 COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6), "reward_accuracy": ("acc", 2, 5),

@@ -33,7 +33,7 @@ from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import show  # noqa: E402
 from config import PLAIN_NAME  # noqa: E402
-from settings.load import load_config  # noqa: E402
+from plan.layers import load_config  # noqa: E402
 
 METRIC = "hellaswag_acc"
 DRAWN = 100_000  # arrangements for a p-value

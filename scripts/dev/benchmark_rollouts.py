@@ -23,8 +23,8 @@ from common.errors import run_script
 from config import Config, extension_module
 from dataloaders import Batch
 from extensions.online import Rollouts
-from fused.head import IGNORE_INDEX
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
 from scripts.dev.benchmark_generate import SHAPES, huggingface_model

@@ -29,7 +29,7 @@ from data_pipeline.chats import LAST, LENGTH_SHIFT, TARGET, ExampleSet
 from dataloaders import ExampleRows, TokenRows, rows_at
 from learn.objectives import DPO, NextToken, frozen_logprobs, stored_reference
 from learn.optim import Optimizer, clip_scale, gradient_norm
-from learn.stored import ReferencedRows
+from learn.reference_cache import ReferencedRows
 from lora import add_adapters, cast_base
 from model_utils import bf16_is_fast, build_model
 from parallel.ranks import Ranks

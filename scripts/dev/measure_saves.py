@@ -30,8 +30,8 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from parallel.ranks import start_ranks, stop_ranks
+from plan.layers import load_config
 from run.saving import PendingSave, RankShard
-from settings.load import load_config
 
 GB = 1e9
 

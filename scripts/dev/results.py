@@ -376,7 +376,7 @@ def peer(args: Namespace, name: str, program: str, cpu: float) -> dict[str, Any]
 
 def examples_of(config, rows, indices) -> list[tuple[list[int], list[int]]]:
     """Return the documents of rows as token ids and labels, as transformers wants them."""
-    from fused.head import IGNORE_INDEX
+    from model_kernels.head import IGNORE_INDEX
 
     batch, examples = rows(indices), []
     for tokens_T, targets_T, documents_T in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT):
@@ -405,8 +405,8 @@ def train_peer(args: Namespace) -> None:
 
     from dataloaders import open_rows, rows_at
     from extensions.evaluate import settings_for
+    from plan.layers import read_flags
     from run.step_log import rows_crc32
-    from settings.load import read_flags
     from tokenizer import load_tokenizer
 
     config = settings_for(checkpoint(args, args.name), read_flags([]), None)

@@ -28,11 +28,11 @@ from common.errors import SettingsError, run_script  # noqa: E402
 from config import Config  # noqa: E402
 from dataloaders import Batch  # noqa: E402
 from extensions.online import GRPO  # noqa: E402
-from fused import attention  # noqa: E402
-from fused.head import IGNORE_INDEX  # noqa: E402
 from learn import objectives  # noqa: E402
 from learn.teacher import LlamaTeacher  # noqa: E402
 from model import Transformer  # noqa: E402
+from model_kernels import attention  # noqa: E402
+from model_kernels.head import IGNORE_INDEX  # noqa: E402
 
 GPU, ROWS, LENGTH, VOCAB = torch.device("cuda", 0), 2, 256, 500
 SHAPE = dict(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=512, max_seq_len=LENGTH,

@@ -48,7 +48,7 @@ def seconds_per_call(task, function: Callable[[], object]) -> float:
 def kernels(task) -> None:
     """Record the attention kernel that a run chooses for each purpose, and why not those before it."""
     from config import Config
-    from fused import attention
+    from model_kernels import attention
     from model_utils import choose_dtype
 
     device, config = torch.device(task.device), Config(dim=2048, n_heads=32, n_kv_heads=8)
@@ -104,7 +104,7 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
 
 def make_spans(rows: int, length: int, documents: int, device: str):
     """Return the spans of documents of nearly equal length in each row."""
-    from fused.attention import compute_spans
+    from model_kernels.attention import compute_spans
 
     numbers_T = torch.arange(length) * documents // length + 1
     return compute_spans(numbers_T.expand(rows, -1).contiguous()).to(torch.device(device))
@@ -122,7 +122,7 @@ def attention(task) -> None:
 
 def measure_shape(task, shape: Sequence[int]) -> None:
     """Measure each attention kernel's TFLOP/s, causal and then with documents."""
-    from fused import attention as kernels
+    from model_kernels import attention as kernels
 
     rows, length, n_heads, n_kv_heads, width = shape
     inputs = random_heads(shape, task.device, torch.bfloat16 if task.cuda else torch.float32)
@@ -144,7 +144,7 @@ def measure_shape(task, shape: Sequence[int]) -> None:
 
 def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: str) -> None:
     """Measure each kernel's TFLOP/s by the number of documents per row; masked positions are not counted."""
-    from fused import attention as kernels
+    from model_kernels import attention as kernels
 
     rows, length, n_heads, _, width = shape
     device, dtype = inputs[0].device, inputs[0].dtype
@@ -284,7 +284,7 @@ def measure_layout(task, layout: str) -> None:
     """Record the forecast for one layout, and the memory that torch and NVML report for two steps."""
     from config import Config
     from extensions.cost import estimate_memory
-    from fused.head import with_head_chunk
+    from model_kernels.head import with_head_chunk
     from model_utils import choose_dtype
 
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)

@@ -10,7 +10,7 @@ from checkpoint.resume_rules import check_changes
 from common.errors import CheckpointError
 from config import Config, on_resume
 from extensions.settings import OnlineConfig
-from run.life import Inputs
+from run.run import Inputs
 
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 # What README and docs/settings.md promise for each setting, all others being safe; a change of this table is a change of behaviour.

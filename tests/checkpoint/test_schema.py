@@ -10,7 +10,7 @@ from factories import UNMEASURED, TinyRun, rehash
 
 from checkpoint import store
 from common.errors import CheckpointError
-from run.life import Progress
+from run.run import Progress
 
 GONE = object()
 WRONG = (GONE, None, "\0", -1, 1.5, 10**30, True, [None], {})

@@ -14,7 +14,7 @@ from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
 from data_preparation_utils import read_mix
 from extensions.inference.text import read_prompts
 from hellaswag_utils import read_items
-from settings.load import read_config_file, read_env_file
+from plan.layers import read_config_file, read_env_file
 from tokenizer import load_tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"

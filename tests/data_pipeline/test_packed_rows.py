@@ -17,7 +17,7 @@ from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, open_example_set
-from fused.head import IGNORE_INDEX
+from model_kernels.head import IGNORE_INDEX
 from tokenizer import Tokenizer
 
 VOCABULARY = 100

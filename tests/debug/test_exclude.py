@@ -17,12 +17,12 @@ from extensions.debug.replay import replay
 from extensions.exclude import Examples, digest_of, exclude
 from extensions.online import training_batch
 from extensions.settings import Selector
-from fused.head import IGNORE_INDEX
 from learn.objectives import PREFERENCE_OBJECTIVES, NextToken
 from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
+from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model
 from parallel.ranks import Ranks
-from settings.load import load_config, read_flags
+from plan.layers import load_config, read_flags
 from tokenizer import load_tokenizer
 
 WIDE = {"MAX_SEQ_LEN": 256, "TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 4}  # several pairs in a row

@@ -19,8 +19,8 @@ from dataloaders import RowOrder
 from extensions.debug import replay as replay_module
 from extensions.debug.replay import read_settings, replay
 from model_utils import build_model
+from plan.layers import Layer, read_flags
 from run import folder as run_folder
-from settings.load import Layer, read_flags
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

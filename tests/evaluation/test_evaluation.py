@@ -22,10 +22,10 @@ from evaluation.during_run import validation_loss
 from extensions import evaluate
 from extensions.inference.weights import load_model
 from extensions.report.paired import read_item_scores
-from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
-from settings.load import load_config
+from plan.layers import load_config
 from tokenizer import load_tokenizer
 
 ROWS = 5

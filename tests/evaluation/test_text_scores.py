@@ -17,7 +17,7 @@ from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
 from extensions.report.paired import read_item_scores, unpacked_bits
 from parallel.ranks import RunContext, StopSignals, joined_ranks
-from settings.load import load_config, read_flags
+from plan.layers import load_config, read_flags
 from tokenizer import load_tokenizer
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from config import Config
 from dataloaders import Batch
-from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import Distillation, divergence
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "init_std": 0.2}

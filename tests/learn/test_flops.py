@@ -14,7 +14,6 @@ from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from extensions.cost import StepFlops, Work
 from extensions.profile import Measurements, total_peak
-from fused.head import IGNORE_INDEX
 from learn.objectives import (
     DPO,
     ORPO,
@@ -26,6 +25,7 @@ from learn.objectives import (
 )
 from learn.teacher import HFTeacher, LlamaTeacher
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from run.start import logprobs_without_adapters
 from tokenizer import load_tokenizer
 

@@ -26,9 +26,9 @@ from extensions.online import (
     training_batch,
 )
 from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
-from fused.head import IGNORE_INDEX
 from learn.objectives import frozen_logprobs, token_logprobs
 from learn.teacher import LlamaTeacher
+from model_kernels.head import IGNORE_INDEX
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")

@@ -14,10 +14,10 @@ from config import Config, ModelConfig, rules
 from extensions import cost
 from extensions.cost import activation_bytes, estimate_memory, parameter_count
 from extensions.forecast import GIB, forecast_memory, memory_advice
-from fused import head, matmul
 from model import AttentionMeta, TransformerBlock
+from model_kernels import head, matmul
 from model_utils import DTYPES
-from settings.load import PRESETS_DIR, load_config
+from plan.layers import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}
 HYBRID = {"world_size": 8, "sharding": "hybrid", "shard_degree": 4}

@@ -13,9 +13,6 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import Config, ModelConfig, PreferenceConfig
 from dataloaders import Batch
-from fused import head
-from fused.attention import SHARED_PREFIX
-from fused.head import IGNORE_INDEX
 from learn.objectives import (
     DPO,
     KTO,
@@ -27,6 +24,9 @@ from learn.objectives import (
     share_prompts,
 )
 from model import Transformer
+from model_kernels import head
+from model_kernels.attention import SHARED_PREFIX
+from model_kernels.head import IGNORE_INDEX
 
 VOCAB, T = 61, 24
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2, attention_backend="sdpa")  # rounds as theirs does

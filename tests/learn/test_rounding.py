@@ -16,8 +16,8 @@ from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of
 from learn.optim import Optimizer, clip_scale
 from model_utils import build_model
 from parallel.ranks import Ranks
-from run.life import Progress
-from settings.load import load_config
+from plan.layers import load_config
+from run.run import Progress
 
 BF16 = {"WEIGHT_DTYPE": "bf16", "OPTIMIZER_DTYPE": "bf16"}
 MUON, BACKWARD = {"OPTIMIZER": "muon"}, {"UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}

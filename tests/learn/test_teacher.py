@@ -15,9 +15,9 @@ from common.errors import CheckpointError, SettingsError
 from config import Config
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from dataloaders import Batch
-from fused.head import IGNORE_INDEX
 from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher
 from model import Transformer
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 from tokenizer import load_tokenizer
 

@@ -16,7 +16,7 @@ from extensions import phases
 from extensions.phases import Phases, SlowRanks
 from extensions.profile import Measurements
 from learn.objectives import NextToken
-from run import life
+from run import run as run_module
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def slow() -> None:
     """Rank 1 is slow in the forward, 2 while it waits for its data, 3 in the save."""
     rank = int(os.environ["RANK"])
     take({(NextToken, "loss_sum"): SLOW_FORWARD if rank == 1 else FORWARD, (train, "learning_rate"): SLOW_READ * (rank == 2),
-          (life, "named_parameters"): SLOW_SAVE * (rank == 3)})
+          (run_module, "named_parameters"): SLOW_SAVE * (rank == 3)})
 
 
 def test_slow_ranks_are_reported_with_their_phase_within_20_steps(tiny_run):

@@ -19,9 +19,9 @@ from checkpoint import huggingface
 from common.errors import DataError, SettingsError
 from config import ModelConfig
 from extensions import forecast as check
+from plan.layers import load_config
 from run.start import read_inputs
 from scripts.dev.write_docs import largest_that_fits
-from settings.load import load_config
 from tokenizer import load_tokenizer
 
 NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",

@@ -22,8 +22,8 @@ from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
+from plan.layers import load_config
 from run import step_log
-from settings.load import load_config
 from tokenizer import load_tokenizer
 
 FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from config import Config, ModelConfig
 from model_utils import build_model, load_weights
 from parallel.ranks import start_ranks, stop_ranks
+from plan.layers import load_config
 from run import step_log
-from settings.load import load_config
 from tokenizer import load_tokenizer
 
 SHAPE = {name.lower(): value for name, value in TINY.items() if name.lower() in ModelConfig.model_fields}

@@ -18,11 +18,11 @@ from common.errors import SettingsError
 from config import Config
 from dataloaders import first_micro_batch
 from extensions.reproducible import HEADROOM_BITS, ReproducibleReducer, check_alignment, row_sums
-from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum, NextToken
+from model_kernels.head import IGNORE_INDEX
 from model_utils import seed_step
 from parallel.ranks import Ranks
-from run.life import Progress
+from run.run import Progress
 from train import accumulate_gradients
 
 GRADIENTS = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)) * 10.0**torch.arange(-3, 3)[:, None, None]

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model
 import train
 from config import OptimConfig
-from fused.head import ChunkedHead
 from learn.objectives import LossSum, NextToken
+from model_kernels.head import ChunkedHead
 from model_utils import build_model
 from parallel.fsdp import is_divided, local_rows
 from parallel.ranks import start_ranks, stop_ranks
-from settings.load import load_config
+from plan.layers import load_config
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}
 FEATURES = {**MODES, "pretrain": PRETRAIN,

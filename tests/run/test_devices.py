@@ -20,11 +20,11 @@ from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
 from extensions.report.console import describe_hardware
-from fused import attention, head, matmul
-from fused.attention import choose_kernel
-from fused.head import HeadGradients, slices
 from learn import objectives
 from learn.optim import Optimizer
+from model_kernels import attention, head, matmul
+from model_kernels.attention import choose_kernel
+from model_kernels.head import HeadGradients, slices
 from parallel.process import why_no_kernels
 from run.start import prepare_device
 from scripts import doctor

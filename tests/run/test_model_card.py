@@ -31,7 +31,7 @@ from extensions.card import (
 )
 from extensions.inference.weights import merge
 from extensions.report.console import trained_count
-from settings.load import load_config
+from plan.layers import load_config
 
 
 def ledger_sha256(run, step: int) -> str:

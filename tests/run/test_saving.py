@@ -22,10 +22,10 @@ from common.activity import ACTIVITY, tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
+from plan.layers import load_config
 from run import saving
 from run import start as run_start
-from run.life import finish_saving, save_checkpoint
-from settings.load import load_config
+from run.run import finish_saving, save_checkpoint
 
 PATIENCE = 60
 

@@ -28,7 +28,7 @@ from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, merged_state_dict
-from settings.load import Layer
+from plan.layers import Layer
 from tokenizer import load_tokenizer
 
 

@@ -16,7 +16,7 @@ import torch
 from commands import ROOT, python
 from factories import wait_until
 
-from fused import attention
+from model_kernels import attention
 from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 

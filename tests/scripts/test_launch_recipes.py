@@ -22,8 +22,8 @@ from factories import PATIENCE, wait_until
 
 from common import errors
 from parallel.process import EXIT_PREEMPTED
+from plan.layers import load_config
 from scripts import launch as launcher
-from settings.load import load_config
 
 RECIPES = ROOT / "scripts" / "cluster"
 FATAL = {errors.DataError, errors.NonFiniteError, errors.CheckpointError}

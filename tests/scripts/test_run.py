@@ -16,7 +16,7 @@ from factories import argv_of
 
 from common.errors import PaddockError
 from data_preparation_utils import is_source, prepare_from_flags
-from settings.load import load_config
+from plan.layers import load_config
 
 ALONE = ["scripts/launch.py", "--nproc-per-node", "1", "--max-restarts", "3"]  # one rank, which is started again
 

@@ -16,7 +16,7 @@ from factories import PATIENCE, TinyRun, main_with, start
 import train
 from checkpoint import store
 from learn import optim
-from run import life
+from run import run as run_module
 from run import start as run_start
 from scripts import verify_resume as script
 
@@ -116,8 +116,8 @@ def forget_optimizer() -> None:
 
 
 def shift_rows() -> None:
-    original = life.load_steps
-    life.load_steps = lambda rows, order, device, count, first, ahead: original(rows, order, device, count, first + (first > 0), ahead)
+    original = run_module.load_steps
+    run_module.load_steps = lambda rows, order, device, count, first, ahead: original(rows, order, device, count, first + (first > 0), ahead)
 
 
 def begin_anew() -> None:

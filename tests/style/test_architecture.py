@@ -14,9 +14,9 @@ import pytest
 from commands import ROOT, tracked
 
 from config import START_FROM, Config
+from plan.layers import load_config
 from run.folder import RUN_FILES
 from scripts.dev import write_docs
-from settings.load import load_config
 
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in [*ROOT.glob("*/__init__.py"), *ROOT.glob("scripts/*/__init__.py")])
 CODE = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-s]*/*.py"),
@@ -25,7 +25,7 @@ MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
-MOST_CORE_LINES = 13_484  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
+MOST_CORE_LINES = 13_492  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
 NOT_CORE = ("tests", "scripts", "extensions", "data_pipeline")
 KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org",
                "daringfireball.net",  # in the licence of a library
@@ -114,7 +114,7 @@ def test_only_four_modules_import_torch_distributed():
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import schema; "
-            "from settings import load; from scripts.sample import stories; "
+            "from plan import layers; from scripts.sample import stories; "
             "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -129,7 +129,7 @@ UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\
 
 def test_nothing_is_unpickled_and_no_foreign_code_runs():
     expected = {"scripts/import_checkpoint.py": {"pickle"}, "extensions/card.py": {"yaml"}, "scripts/evaluate.py": {"yaml"},
-                "settings/load.py": {"yaml"}}  # compose, which makes no objects
+                "plan/layers.py": {"yaml"}}  # compose, which makes no objects
     for unit, path in CODE.items():
         assert {name for name in imports(path) if re.match(UNSAFE, name)} == expected.get(unit, set()), unit
         assert "trust_remote_code" not in path.read_text(encoding="utf-8"), unit

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from config import Config
+from plan.layers import describe_settings
+from plan.names import known_form
 from scripts.main import ELSEWHERE
-from settings.load import describe_settings
-from settings.names import known_form
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -29,7 +29,7 @@ def completed(folder: Path, *lines: str) -> list[set[str]]:
 
 def test_every_setting_value_and_preset_is_completed():
     flags = {f"--{name.replace('_', '-')}" for name in Config.model_fields}
-    presets = {path.stem for path in (ROOT / "settings" / "presets").glob("*.env")}
+    presets = {path.stem for path in (ROOT / "plan" / "presets").glob("*.env")}
     choices = {name: get_args(field.annotation) if get_origin(field.annotation) is Literal else ("true", "false")
                for name, field in Config.model_fields.items()
                if get_origin(field.annotation) is Literal or field.annotation is bool}

@@ -27,7 +27,7 @@ from bad_input_cases import (
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
 
 from common.errors import DataError, SettingsError
-from settings.load import load_config
+from plan.layers import load_config
 from tokenizer import load_tokenizer
 
 PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from config import Config
 from extensions.inference.engine import generate
 from extensions.inference.weights import find_model, load_to_generate
-from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
+from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model
 from parallel.ranks import Ranks
+from plan.layers import load_config
 from run.start import read_inputs
-from settings.load import load_config
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 

@@ -29,7 +29,7 @@ def test_pyproject_names_all_that_is_needed_and_the_requirements_once():
     packed = {path for package in tools["packages"] for folder in [ROOT.joinpath(*package.split(".")[1:])]
               for pattern in ("*.py", *tools["package-data"].get(package, ())) for path in folder.glob(pattern)}
     files = packed_files()
-    assert {str(path.relative_to(ROOT)) for path in packed} >= files and {"config.py", "settings/presets/sample.env"} <= files
+    assert {str(path.relative_to(ROOT)) for path in packed} >= files and {"config.py", "plan/presets/sample.env"} <= files
     assert all(package.split(".")[0] == "paddock" for package in tools["packages"])
     assert tools["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}, "one list of requirements"
     assert tools["dynamic"]["version"] == {"attr": "paddock.common.__version__"}

@@ -179,7 +179,7 @@ def prove_slic(*paths: Path) -> None:
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
 
     from learn.objectives import PREFERENCE_OBJECTIVES
-    from settings.load import load_config
+    from plan.layers import load_config
 
     config = load_config(["--preference-objective", "slic", "--slic-margin", "4"], {}, complete=False).config
     batch, model, expected = pair_rows(11), model_of(0), 0.0

@@ -17,7 +17,7 @@ from factories import do_in_step, is_rank
 
 import train
 from common.activity import Background
-from run import life
+from run import run as run_module
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
@@ -106,7 +106,7 @@ def around_saves(begin: Callable[[int], Any], end: Callable[[int], Any]) -> Call
 
     Returns a function: whether this thread is in one of the two, and not in a step between them.
     """
-    save, finish, numbers, inside = train.save_checkpoint, life.finish_saving, [], []
+    save, finish, numbers, inside = train.save_checkpoint, run_module.finish_saving, [], []
 
     def finish_saving(run) -> None:
         is_saving = run.saving is not None
@@ -126,7 +126,7 @@ def around_saves(begin: Callable[[int], Any], end: Callable[[int], Any]) -> Call
         save(run, wait)
         inside.pop()
 
-    train.save_checkpoint, train.finish_saving, life.finish_saving = save_checkpoint, finish_saving, finish_saving
+    train.save_checkpoint, train.finish_saving, run_module.finish_saving = save_checkpoint, finish_saving, finish_saving
     return lambda: bool(inside)
 
 

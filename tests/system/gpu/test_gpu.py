@@ -23,10 +23,10 @@ import model_utils
 import train
 from common.errors import SettingsError
 from extensions.inference.engine import RowCache, generate
-from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
 from learn.optim import in_ddp
 from model import SHARED_PREFIX
+from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model, compile_model
 from parallel import ranks as collectives
 from parallel.ranks import Ranks

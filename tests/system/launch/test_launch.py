@@ -34,10 +34,10 @@ from evaluation import during_run
 from learn import optim
 from parallel import ranks
 from parallel.process import LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
-from run import life
+from plan import layers
+from run import run as run_module
 from run import start as run_start
 from scripts import launch as launcher
-from settings import load
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
@@ -45,7 +45,7 @@ ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWA
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
 MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
-           "save": (life, "tensors_to_save", 1, 3)}
+           "save": (run_module, "tensors_to_save", 1, 3)}
 OF_RANK_0 = {"write": (huggingface, "save_settings", 1, 3)}
 
 
@@ -445,7 +445,7 @@ def test_under_torchrun_a_mistake_is_printed_once_however_slow_rank_0_is(mistake
 
 def dawdle() -> None:
     """Delay what the rank says first, wherever that is."""
-    for module in (errors, load):
+    for module in (errors, layers):
         during(module, "print_safely", lambda: time.sleep(3), 1)
 
 

@@ -13,9 +13,9 @@ from test_sharding import FEATURES, compare_alike, run_with
 import train
 from checkpoint import store
 from parallel.ranks import start_ranks, stop_ranks
+from plan.layers import load_config
 from run import start as run_start
-from run.life import finish_saving, save_checkpoint
-from settings.load import load_config
+from run.run import finish_saving, save_checkpoint
 
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
 OFFLOADED = {**FULL, "CPU_OFFLOAD": "true"}

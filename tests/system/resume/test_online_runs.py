@@ -20,8 +20,8 @@ from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
-from fused.head import IGNORE_INDEX
 from learn.optim import Optimizer, Reducer
+from model_kernels.head import IGNORE_INDEX
 
 FUNCTIONS = """
 import os, sys, time

@@ -34,7 +34,7 @@ from config import Config
 from data_pipeline import shards
 from data_pipeline.shards import TokenizerInfo
 from dataloaders import Batch, ExampleRows, open_example_set
-from learn import stored as precompute
+from learn import reference_cache as precompute
 from learn.objectives import DPO, NextToken, stored_reference
 from model import Transformer
 

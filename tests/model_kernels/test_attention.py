@@ -17,8 +17,9 @@ from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
 from extensions.inference.engine import generate
-from fused import attention
-from fused.attention import (
+from learn.objectives import Distillation
+from model_kernels import attention
+from model_kernels.attention import (
     KERNELS,
     ORDERS,
     Spans,
@@ -28,7 +29,6 @@ from fused.attention import (
     trial,
     varlen_function,
 )
-from learn.objectives import Distillation
 from model_utils import compile_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,9 +8,9 @@ import pytest
 from config import Config
 from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
 from learn.optim import learning_rate
-from settings.load import PRESETS_DIR, peek, read_env_file
-from settings.names import ALIASES, OTHER_WAYS, validate
-from tests.settings.test_load import empty_folder, load, problems  # noqa: F401
+from plan.layers import PRESETS_DIR, peek, read_env_file
+from plan.names import ALIASES, OTHER_WAYS, validate
+from tests.plan.test_load import empty_folder, load, problems  # noqa: F401
 
 
 def read(source: str, name: str, value):

@@ -11,8 +11,8 @@ import pytest
 
 from common.files import FileLock
 from data_pipeline.shards import Cache
-from learn import stored
-from learn.stored import OutputStore
+from learn import reference_cache
+from learn.reference_cache import OutputStore
 from parallel.ranks import Interrupted, Ranks, RunContext
 
 
@@ -31,7 +31,7 @@ def get_or_compute(folder: Path, work=lambda: None, signals=SimpleNamespace(rece
 
 def test_of_two_jobs_one_computes_and_the_other_waits(tmp_path, monkeypatch):
     """The jobs may run on different machines, whose outputs differ in their last bits."""
-    monkeypatch.setattr(stored, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(reference_cache, "WAIT_SECONDS", 0.01)
     begun, waits, messages = threading.Event(), threading.Event(), []
 
     def work() -> None:

@@ -29,7 +29,7 @@ from config import (
 )
 from extensions.settings import OnlineConfig
 from parallel.process import first_on_machine
-from settings.load import (
+from plan.layers import (
     PRESETS_DIR,
     SEPARATORS,
     describe_settings,
@@ -41,7 +41,7 @@ from settings.load import (
     peek,
     read_env_file,
 )
-from settings.names import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, validate
+from plan.names import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_A_CPU = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
@@ -339,7 +339,7 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
 
 
 def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(monkeypatch):
-    monkeypatch.setattr("settings.names.EXTENSION_SECTIONS", {})
+    monkeypatch.setattr("plan.names.EXTENSION_SECTIONS", {})
     warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
     assert warnings == ("Without extensions/, these names are not settings: MY_EVERY, MY_NAME, --my-chart",)
     assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]

@@ -34,9 +34,9 @@ from config import (
     rules,
 )
 from parallel.process import configure_allocator, first_on_machine
-from settings import derived
-from settings.derived import PRESETS_DIR
-from settings.names import (
+from plan import derived
+from plan.derived import PRESETS_DIR
+from plan.names import (
     OPTIONAL,
     forms,
     may_stand_alone,

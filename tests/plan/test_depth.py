@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from common.errors import SettingsError
 from config import Config
-from settings.derived import settings_of_data, settings_of_depth
-from settings.load import load_config
+from plan.derived import settings_of_data, settings_of_depth
+from plan.layers import load_config
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 DEPTHS = range(1, 65)

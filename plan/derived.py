@@ -18,7 +18,7 @@ from typing import Any, Optional
 from common.files import read_json
 from common.remote import is_hub_name
 from config import MODEL_SETTINGS, START_FROM, Config, on_resume, rules
-from settings.names import validate
+from plan.names import validate
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 STATE = "trainer_state.json"  # in each checkpoint

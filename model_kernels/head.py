@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from config import Config, padded
-from fused.matmul import linear, upcast_for_matmul
+from model_kernels.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # marks positions without a target
 CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk

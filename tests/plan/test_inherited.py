@@ -7,8 +7,8 @@ import pytest
 
 from common.errors import SettingsError
 from config import Config
-from settings.derived import settings_of_data, settings_of_length
-from settings.load import PRESETS_DIR, load_config, peek
+from plan.derived import settings_of_data, settings_of_length
+from plan.layers import PRESETS_DIR, load_config, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
@@ -54,8 +54,8 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
 def test_a_resumed_run_keeps_the_preset_of_its_start(monkeypatch):
     """MUON_MOMENTUM is newer than the run, so its default is what the run had. SAVE_EVERY does not change the curve."""
     preset = Path("presets/mine.env").resolve()
-    monkeypatch.setattr("settings.derived.PRESETS_DIR", preset.parent)
-    monkeypatch.setattr("settings.load.PRESETS_DIR", preset.parent)
+    monkeypatch.setattr("plan.derived.PRESETS_DIR", preset.parent)
+    monkeypatch.setattr("plan.layers.PRESETS_DIR", preset.parent)
     preset.parent.mkdir()
     preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
     save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t",
