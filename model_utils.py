@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import huggingface
+from checkpoint.model_json import read_model_config, read_model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor
@@ -272,15 +273,6 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
             for name, tensor in tensors.items()}
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Return the settings of the model in a folder."""
-    content = huggingface.read_model_json(folder / "config.json")
-    try:
-        return ModelConfig(**huggingface.model_settings_from_huggingface(content))
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-
-
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
     """Compare the settings, which come from `sources`, with the model in a folder; return warnings."""
     refuse_adapters(folder)
@@ -316,7 +308,7 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     """
     rows, ids = huggingface.vocabulary_rows(huggingface.load_model_weights(folder)), tokenizer.vocab_size
     advice = "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added, and prepare the data"
-    if (described := huggingface.read_model_json(folder / "config.json").get("vocab_size")) != rows:
+    if (described := read_model_json(folder / "config.json").get("vocab_size")) != rows:
         raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
                               f"{described} in its config.json; correct it")
     if rows >= ids:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, NoReturn, Optional
 
 from torch import Tensor
 
-from checkpoint import huggingface
-from checkpoint.huggingface import TokenIds, checked, other_format, read_model_json, write_json
+from checkpoint import huggingface, model_json
+from checkpoint.huggingface import TokenIds, checked, other_format
+from checkpoint.model_json import read_model_json, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from common.text import command
@@ -107,7 +108,7 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     if tied and rows:  # a list means the embedding, which is also the head
         rows = rows["embed_tokens"]
     base = {"base_model_name_or_path": base_path}
-    if name := huggingface.name_of_download(base_path):  # PEFT downloads it if missing
+    if name := model_json.name_of_download(base_path):  # PEFT downloads it if missing
         base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
             **{field: getattr(config, name) for name, field in LORA_FIELDS.items()},
@@ -217,7 +218,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     settings |= {"lora_enabled": True, "lora_target_modules": ",".join(targets),
                  "lora_train_head": "output.weight" in state,
                  "lora_train_embeddings": "tok_embeddings.weight" in state}
-    config = huggingface.checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
+    config = model_json.checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
     return Adapter(state, config, content.get("base_model_name_or_path"), base_info.get("base_sha256"),
                    token_ids)
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-from checkpoint.huggingface import hub_model, other_format, read_model_json
+from checkpoint.huggingface import other_format
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
+from checkpoint.model_json import hub_model, read_model_json
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__

@@ -18,8 +18,8 @@ import torch
 import yaml
 from jinja2 import Environment, StrictUndefined, Template
 
-from checkpoint.huggingface import name_of_download
 from checkpoint.manifest import CARD
+from checkpoint.model_json import name_of_download
 from checkpoint.schema import LogFile
 from common import __version__
 from common.files import commit, read_json, read_plain

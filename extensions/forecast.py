@@ -18,7 +18,7 @@ import torch
 
 import lora
 import model_utils
-from checkpoint.huggingface import hub_model, read_model_json
+from checkpoint.model_json import hub_model, read_model_config, read_model_json
 from checkpoint.store import places
 from common.errors import CheckpointError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
@@ -497,7 +497,7 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
     stored = "fp32" if "32" in str(model_config.get("dtype", model_config.get("torch_dtype"))) else "bf16"
     precision = stored if config.teacher_precision == "auto" else config.teacher_precision
     with suppress(CheckpointError):  # it is not a Llama
-        count = cost.parameter_count(model_utils.read_model_config(folder), model_config["vocab_size"])
+        count = cost.parameter_count(read_model_config(folder), model_config["vocab_size"])
         return count * model_utils.DTYPES[precision].itemsize
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
@@ -558,7 +558,7 @@ def describe_disk(config: Config, size: int) -> str:
 def teacher_on_meta(folder: Path) -> torch.nn.Module:
     """Return the model of a teacher in a folder of `find_teacher` without its weights."""
     try:
-        shape = model_utils.read_model_config(folder)
+        shape = read_model_config(folder)
     except CheckpointError:
         with requires_package("transformers", f"TEACHER_MODEL={folder}"):
             from transformers import AutoConfig, AutoModelForCausalLM

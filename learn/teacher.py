@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import model_utils
 from checkpoint import store
-from checkpoint.huggingface import hub_model, load_model_weights, read_model_json
+from checkpoint.huggingface import load_model_weights
+from checkpoint.model_json import hub_model, read_model_config, read_model_json
 from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
 from common.text import command, pip_install
@@ -156,7 +157,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     """
     described = read_model_json(folder / "config.json")
     try:
-        shape = model_utils.read_model_config(folder)
+        shape = read_model_config(folder)
         shape = shape.model_copy(update={"attention_backend": config.attention_backend})
     except CheckpointError:  # not a Llama, or one that Paddock does not support
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,

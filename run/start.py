@@ -19,7 +19,7 @@ from torch import Tensor
 import dataloaders
 import lora
 import model_utils
-from checkpoint import huggingface, peft, store
+from checkpoint import huggingface, model_json, peft, store
 from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.activity import ACTIVITY
@@ -305,11 +305,11 @@ def adopt(folder: Path, is_own: bool, loaded: Settings, inputs: Optional[Inputs]
     if resumed:
         saved = {name: state["settings"][name.upper()] for name in MODEL_SETTINGS
                  if name.upper() in state["settings"]}
-        model = huggingface.checked_settings(saved, str(folder / store.STATE))
+        model = model_json.checked_settings(saved, str(folder / store.STATE))
     else:
         forbid_overwriting_source(state, folder, run_dir, loaded.config)
         peft.refuse_adapters(folder)
-        model = model_utils.read_model_config(folder)
+        model = model_json.read_model_config(folder)
     values = model.model_dump(include={*MODEL_SETTINGS})
     if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
@@ -454,10 +454,10 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
 def find_on_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
     """Return the folder that rank 0 finds; for a hub model, the copy that each machine downloads once."""
     folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(find()))))
-    name = huggingface.name_of_download(folder)
+    name = model_json.name_of_download(folder)
     if name and ranks.world_size > 1:
-        ranks.raise_on_all(lambda: None if ranks.local_rank else huggingface.hub_model(name))
-        folder = ranks.raise_on_all(lambda: huggingface.hub_model(name))
+        ranks.raise_on_all(lambda: None if ranks.local_rank else model_json.hub_model(name))
+        folder = ranks.raise_on_all(lambda: model_json.hub_model(name))
     return folder
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import huggingface
+from checkpoint import huggingface, model_json
 from checkpoint.huggingface import permuted
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
@@ -109,7 +109,7 @@ def read_source(folder: Path, name: str, config: ModelConfig, tokenizer: Any) ->
         tensors[gguf_name(parameter)] = tensor
     if config.rope_scaling_factor is not None and config.rope_scaling_type == "llama3":
         tensors["rope_freqs.weight"] = lazy(rope_factors(config))
-    context = huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
+    context = model_json.context_length(model_json.read_model_json(folder / "config.json"))
     # Up to its length, a sliding window changes nothing, and llama.cpp has none.
     return Source(name, config, tokenizer, min(context, config.sliding_window or context), tensors)
 

@@ -25,8 +25,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from checkpoint import huggingface
-from checkpoint.huggingface import read_model_json
+from checkpoint import huggingface, model_json
+from checkpoint.model_json import read_model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new
 from checkpoint.tensors import LazyTensor, lazy
@@ -74,7 +74,7 @@ def from_meta(tensors: Mapping[str, Tensor],
         settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
     rows = state["tok_embeddings.weight"].rows
-    config = huggingface.checked_settings(settings, "params.json")
+    config = model_json.checked_settings(settings, "params.json")
     expected = huggingface.parameter_shapes(config, rows)
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or state[name].shape != expected.get(name)]
@@ -104,7 +104,7 @@ def read_meta(file: Path,
     state, settings = from_meta(tensors, params)
     if rope_scaling_factor is not None:
         settings["rope_scaling_factor"] = rope_scaling_factor
-    return state, huggingface.checked_settings(settings, "--rope-scaling-factor"), 8192
+    return state, model_json.checked_settings(settings, "--rope-scaling-factor"), 8192
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[str]]:
@@ -128,7 +128,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[s
                                    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                    "original_max_position_embeddings": 8192}
     if kind in ARCHITECTURES.values() and not unlike:
-        config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
+        config = ModelConfig(**model_json.model_settings_from_huggingface(content))
         if given.get("rope.dimension_count", config.head_dim) != config.head_dim or (
                 factors is not None and not torch.allclose(rope_factors(config), factors.full(), rtol=1e-3)):
             unlike = ["another rotary embedding"]
@@ -183,8 +183,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
             content, tensors = read_model_json(folder / "config.json"), huggingface.load_model_weights(folder)
             tokenizer = load_tokenizer(tokenizer_path or str(folder))
             tokenizer.generation = read_generation(folder)
-        config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
-        max_seq_len = huggingface.context_length(content)
+        config = ModelConfig(**model_json.model_settings_from_huggingface(content))
+        max_seq_len = model_json.context_length(content)
         state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:

@@ -19,7 +19,8 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 import torch
 
-from checkpoint import huggingface, store
+from checkpoint import huggingface, model_json, store
+from checkpoint.model_json import read_model_config
 from checkpoint.peft import refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
@@ -28,7 +29,6 @@ from common.text import command, counted, show
 from extensions.card import derived_card, run_and_step, write_card
 from extensions.inference.weights import find_model, publish_model
 from model import padded
-from model_utils import read_model_config
 from tokenizer import load_tokenizer
 
 
@@ -59,7 +59,7 @@ def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> No
                                   "tokenizers; average only checkpoints of the same model")
     merged = {name: mean(name, [tensors[name] for _, _, tensors in models], weights) for name in first}
     state = huggingface.from_huggingface(merged, config, padded(tokenizer.vocab_size), finite=False)
-    longest = huggingface.context_length(huggingface.read_model_json(folders[0] / "config.json"))
+    longest = model_json.context_length(model_json.read_model_json(folders[0] / "config.json"))
     sources = "\n".join(f"- {run_and_step(str(folder.resolve()))}, weight {weight:g}"
                         for folder, weight in zip(folders, weights))
     card = derived_card(output.name, folders[0], folders[0], f"The mean of these checkpoints:\n\n{sources}")

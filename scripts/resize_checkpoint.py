@@ -26,7 +26,8 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import torch
 from torch import nn
 
-from checkpoint import huggingface, store
+from checkpoint import huggingface, model_json, store
+from checkpoint.model_json import read_model_config
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, write_files
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
@@ -34,7 +35,6 @@ from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import derived_card, write_card
 from extensions.inference.weights import find_model
-from model_utils import read_model_config
 from plan.layers import load_config
 from scripts.prepare import free_run_name
 from tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
     files = huggingface.weight_files(weights, new.head_dim)
     tokenizer = load_tokenizer(str(folder))
     state = store.read_state(folder) if new.n_layers >= old.n_layers else {}
-    context = huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
+    context = model_json.context_length(model_json.read_model_json(folder / "config.json"))
     all_files = dict(files)
     if state:
         sizes = {"N_LAYERS": new.n_layers, "FFN_DIM": new.hidden_dim}

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import train
-from checkpoint import huggingface, peft, store
+from checkpoint import huggingface, model_json, peft, store
 from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
@@ -370,7 +370,7 @@ def in_transformers(model: Transformer, **settings):
     import pytest
 
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-    described = huggingface.huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32)
+    described = model_json.huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32)
     described = transformers.CONFIG_MAPPING[described["model_type"]](**described, **settings)
     theirs = transformers.AutoModelForCausalLM.from_config(described).eval()
     tensors = read_all(huggingface.to_huggingface(model.state_dict(), model.config, model.vocab_size))

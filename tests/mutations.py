@@ -311,7 +311,7 @@ FAULTS = [
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
     fault("best: one that is only as good", "run/run.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
           "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
-    fault("Hugging Face: the context of the run's rows", "checkpoint/huggingface.py",
+    fault("Hugging Face: the context of the run's rows", "checkpoint/model_json.py",
           "max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))", "pass",
           f"{HF}::test_a_saved_folder_gives_the_same_logits_in_transformers"),
     fault("Hugging Face: heads not permuted", "checkpoint/huggingface.py", "if to_huggingface else",

@@ -13,7 +13,7 @@ from factories import furthest, in_transformers, new_model, run_ranks, save_adap
 from torch import nn
 
 import lora
-from checkpoint import huggingface
+from checkpoint import huggingface, model_json
 from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
@@ -405,7 +405,7 @@ def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    content = huggingface.read_model_json(folder / "adapter_config.json")
+    content = model_json.read_model_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))

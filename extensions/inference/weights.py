@@ -14,8 +14,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from checkpoint import huggingface, peft, store
-from checkpoint.huggingface import context_length, read_model_json
+from checkpoint import huggingface, model_json, peft, store
+from checkpoint.model_json import context_length, read_model_config, read_model_json
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import command, print_safely
@@ -25,7 +25,7 @@ from extensions.inference.text import LanguageModel
 from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.matmul import linear, pack
-from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta, read_model_config
+from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta
 from parallel.fsdp import is_sharded
 from plan.layers import export, load_config
 from run.start import find_by_hash
@@ -179,7 +179,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
     with torch.no_grad():
         expected_BTV = model(tokens_BT, mode="logits")[..., :tokenizer.vocab_size]
     state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
-    longest = huggingface.context_length(read_model_json(base_folder / "config.json"))
+    longest = model_json.context_length(read_model_json(base_folder / "config.json"))
     differences = []
 
     def complete(folder: Path) -> None:

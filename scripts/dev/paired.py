@@ -31,7 +31,8 @@ def huggingface_model(model: Any, config: Any, vocab: int, seq_len: int, liger: 
     """Return transformers' Llama with the weights of our model, in training mode."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from checkpoint.huggingface import huggingface_config, to_huggingface
+    from checkpoint.huggingface import to_huggingface
+    from checkpoint.model_json import huggingface_config
     from checkpoint.tensors import read_all
 
     if liger:

@@ -231,7 +231,7 @@ def distill(args: Namespace, seed: int) -> dict[str, Any]:
     """Distillation into every second layer: the loss of the half, alone, and with its teacher."""
     half, result = args.work / "half", {}
     if not half.exists():
-        from model_utils import read_model_config
+        from checkpoint.model_json import read_model_config
 
         layers = read_model_config(Path(args.model)).n_layers // 2
         run("scripts/resize_checkpoint.py", args.model, "--layers", layers, "--evenly", "--output", half)

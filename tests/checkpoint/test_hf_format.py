@@ -12,7 +12,7 @@ import torch
 from commands import python
 from factories import in_transformers, new_model
 
-from checkpoint import huggingface, peft, store
+from checkpoint import huggingface, model_json, peft, store
 from checkpoint.tensors import LazyTensor, lazy, read_all
 from common.errors import CheckpointError, DataError
 from config import ModelConfig
@@ -128,10 +128,10 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
 
 def test_settings_come_back_from_the_config(config):
     """From our file, and from transformers' copy of it."""
-    written = huggingface.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
     rewritten = transformers.CONFIG_MAPPING[config.model_type](**written).to_dict()
     for content in (written, rewritten):
-        settings = huggingface.model_settings_from_huggingface(json.loads(json.dumps(content)))
+        settings = model_json.model_settings_from_huggingface(json.loads(json.dumps(content)))
         back = ModelConfig(**settings)
         assert back.hidden_dim == config.hidden_dim
         ignored = {"ffn_dim", "multiple_of"}  # known together as the hidden dimension
@@ -151,11 +151,11 @@ def test_settings_without_effect_can_be_stored(changes):
 def test_old_config_files_are_understood():
     """Files without num_key_value_heads, and with the scaling's type named as in Llama 3.1's first files."""
     old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    settings = huggingface.model_settings_from_huggingface(old)
+    settings = model_json.model_settings_from_huggingface(old)
     assert (settings["n_kv_heads"], settings["rope_theta"], settings["tie_embeddings"]) == (4, 10_000.0, False)
     scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}
-    assert huggingface.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
+    assert model_json.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
 
 
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -164,7 +164,7 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 
 def config_json(**changes) -> dict:
     """A config.json of 64 dimensions that says nothing of the rotary embedding."""
-    written = huggingface.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32)
+    written = model_json.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32)
     return {key: value for key, value in written.items() if not key.startswith("rope_")} | changes
 
 
@@ -184,9 +184,9 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
     content = json.loads(json.dumps(config_json(**rope)))
     if isinstance(expected, str):
         with pytest.raises(CheckpointError, match=f"contradicts itself: {expected}"):
-            huggingface.model_settings_from_huggingface(content)
+            model_json.model_settings_from_huggingface(content)
         return
-    settings = huggingface.model_settings_from_huggingface(content)
+    settings = model_json.model_settings_from_huggingface(content)
     reference = transformers.LlamaConfig(**content).rope_parameters
     assert settings["rope_theta"] == reference["rope_theta"] == expected
     assert settings["rope_scaling_factor"] == reference.get("factor")
@@ -199,7 +199,7 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
 def test_a_number_of_another_type_or_size_is_one_sentence(field, value):
     content = config_json(rope_theta=7e3) | {field: value}
     with pytest.raises(CheckpointError, match=rf"^config.json gives {field}=.*; correct it, or download it again$"):
-        huggingface.model_settings_from_huggingface(content)
+        model_json.model_settings_from_huggingface(content)
 
 
 def test_finite_weights_whose_sum_overflows_are_read():
@@ -272,23 +272,23 @@ def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(token
     source.mkdir()
     huggingface.save_model_folder(source, model_of(config).state_dict(), config, tokenizer, 256)
     third = tokenizer.special_ids["<|eom_id|>"]
-    content = huggingface.read_model_json(source / "config.json")
-    huggingface.write_json(source / "config.json", {**content, "eos_token_id": [5, third], "pad_token_id": -1})
+    content = model_json.read_model_json(source / "config.json")
+    model_json.write_json(source / "config.json", {**content, "eos_token_id": [5, third], "pad_token_id": -1})
     (source / "generation_config.json").unlink()
     read = load_tokenizer(str(source))
     assert read.stop_ids == {5, third, tokenizer.eos_id} and "pad_token_id" not in read.generation
-    huggingface.write_json(source / "generation_config.json", {"eos_token_id": [third, tokenizer.eos_id, 99_999], "temperature": 0.6})
+    model_json.write_json(source / "generation_config.json", {"eos_token_id": [third, tokenizer.eos_id, 99_999], "temperature": 0.6})
     read = load_tokenizer(str(source))
     assert read.stop_ids == {third, tokenizer.eos_id} == text_prompt(read, "a").stop_ids - {read.document_start_id}
     assert load_chat_format(read).stop_ids == {third, tokenizer.eos_id, tokenizer.eot_id}
     for output in (tmp_path / "start", tmp_path / "again"):
         import_checkpoint(source, output)
-        kept, source = huggingface.read_model_json(output / "generation_config.json"), output
+        kept, source = model_json.read_model_json(output / "generation_config.json"), output
         assert kept["eos_token_id"] == [third, tokenizer.eos_id, 99_999, tokenizer.eot_id] and kept["temperature"] == 0.6
-        assert huggingface.read_model_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
+        assert model_json.read_model_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
         assert transformers.GenerationConfig.from_pretrained(output).eos_token_id == kept["eos_token_id"]
     for wrong in ("</s>", [1.5], [[1]], True):
-        huggingface.write_json(output / "generation_config.json", {"eos_token_id": wrong})
+        model_json.write_json(output / "generation_config.json", {"eos_token_id": wrong})
         with pytest.raises(DataError, match="eos_token_id.*generation_config.json.*a list"):
             load_tokenizer(str(output))
 
@@ -354,7 +354,7 @@ def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Our model's logits from a start checkpoint, verified as training does."""
     assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
     assert store.read_state(folder) == store.read_optimizer(folder) == {}
-    settings = huggingface.model_settings_from_huggingface(huggingface.read_model_json(folder / "config.json"))
+    settings = model_json.model_settings_from_huggingface(model_json.read_model_json(folder / "config.json"))
     model = Transformer(ModelConfig(**settings), VOCAB)
     tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))
     model.load_state_dict(read_all(tensors))
@@ -367,7 +367,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     source, output = tmp_path / "source", tmp_path / "start"
     config = config_of("3.1 scaling, untied")
     reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **huggingface.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
+        **model_json.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
     reference.bfloat16().save_pretrained(source)
     tokenizer.save_huggingface(source)
     done = python(IMPORT_SCRIPT, source, output)
@@ -379,7 +379,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
         reference = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         expected = reference(tokens_BT).logits[..., :VOCAB]
     assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
-    assert huggingface.read_model_json(output / "config.json")["dtype"] == "bfloat16"
+    assert model_json.read_model_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
     with pytest.raises(CheckpointError, match=f"{output} already exists"):
         import_checkpoint(source, output)

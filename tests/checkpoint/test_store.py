@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from checkpoint import huggingface, store
 from checkpoint import tensors as tensor_files
-from checkpoint.huggingface import name_of_download
 from checkpoint.manifest import block_rows, examine, fault_in, fault_of, rows_of_part
+from checkpoint.model_json import name_of_download
 from checkpoint.tensors import TensorFile, write_files, write_tensors
 from common.errors import CheckpointError
 from run import folder as run_folder

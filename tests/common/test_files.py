@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from checkpoint import huggingface, store
+from checkpoint import model_json, store
 from checkpoint.tensors import open_tensors
 from common.errors import PaddockError
 from common.files import plain, read_text
@@ -31,7 +31,7 @@ def problems(read):
 # How files are read, and a name for each.
 READERS = {
     "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_config_file),
-    "config.json": huggingface.read_model_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
+    "config.json": model_json.read_model_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
     "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "mix.json": read_mix,
     "manifest.json": lambda path: read_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),
     "trainer_state.json": lambda path: store.read_state(path.parent)}

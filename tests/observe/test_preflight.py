@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import model
 import train
-from checkpoint import huggingface
+from checkpoint import model_json
 from common.errors import DataError, SettingsError
 from config import ModelConfig
 from extensions import forecast as check
@@ -160,7 +160,7 @@ def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(s
 
     # The same from config.json alone, in a folder or of a hub model.
     model_config = ModelConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, tie_embeddings=False)
-    content = huggingface.huggingface_config(model_config, 32_000, 4096, None, 0, torch.bfloat16)
+    content = model_json.huggingface_config(model_config, 32_000, 4096, None, 0, torch.bfloat16)
     (tmp_path / "8b").mkdir()
     (tmp_path / "8b" / "config.json").write_text(json.dumps(content))
     monkeypatch.setattr(check, "hub_model", lambda name, only_config: only_config and tmp_path / "8b")

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from checkpoint import store
-from checkpoint.huggingface import read_model_json
+from checkpoint.model_json import read_model_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay

@@ -6,10 +6,10 @@ import torch
 from factories import UNMEASURED, TinyRun, assert_same_run
 
 from checkpoint import huggingface, store
+from checkpoint.model_json import read_model_config
 from common.errors import CheckpointError, SettingsError
 from config import Config, rules
 from extensions.inference.weights import load_model
-from model_utils import read_model_config
 from scripts.resize_checkpoint import resize
 
 

@@ -113,7 +113,7 @@ def test_only_four_modules_import_torch_distributed():
 
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
-            "from checkpoint import schema; "
+            "from checkpoint import model_json, schema; "
             "from plan import layers; from scripts.sample import stories; "
             "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")

@@ -13,7 +13,7 @@ import pytest
 from commands import python
 from recipes import ROOT, apply, changes_of
 
-IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn", "tests/settings")  # of a copy
+IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn", "tests/plan")  # of a copy
 
 
 def prove(proof, changes: list[tuple[str, str, str]], prepared, folder: Path) -> subprocess.CompletedProcess:
@@ -51,10 +51,10 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from test_load import test_the_sample_is_the_sample_beside_any_env
 
     from checkpoint.huggingface import load_model_weights
+    from checkpoint.model_json import read_model_config
     from config import Config
     from extensions.cost import estimate_memory, parameter_count
     from extensions.inference.weights import model_from_tensors
-    from model_utils import read_model_config
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED).trained()
     folder = run.checkpoint(6)
