@@ -17,10 +17,10 @@ from torch import Tensor
 
 from checkpoint import model_json
 from checkpoint.manifest import GONE
-from checkpoint.model_json import INDEX_FILE, WEIGHTS_FILE, write_json
+from checkpoint.model_json import INDEX_FILE, WEIGHTS_FILE, other_format, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
 from common.errors import CheckpointError
-from config import LINEAR_LAYERS, ModelConfig, extension_module
+from config import LINEAR_LAYERS, ModelConfig
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
@@ -263,12 +263,6 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: weight_map[name] for name in map(huggingface_name, shapes)}})
     tokenizer.save_huggingface(folder)
-
-
-def other_format(folder: Path) -> str:
-    """Return the end of a message: what a folder of another tool contains, and what to do."""
-    other_trainers = extension_module("other_trainers")
-    return other_trainers.advice_on_folder(folder) if other_trainers else "; name another folder"
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -12,7 +12,7 @@ from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.section import MAX_NUMBER, Section
-from config import SCALING_SETTINGS, ModelConfig
+from config import SCALING_SETTINGS, ModelConfig, extension_module
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -265,3 +265,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         return ModelConfig(**model_settings_from_huggingface(content))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def other_format(folder: Path) -> str:
+    """Return the end of a message: what a folder of another tool contains, and what to do."""
+    other_trainers = extension_module("other_trainers")
+    return other_trainers.advice_on_folder(folder) if other_trainers else "; name another folder"

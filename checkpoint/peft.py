@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn, Optional
 from torch import Tensor
 
 from checkpoint import huggingface, model_json
-from checkpoint.huggingface import TokenIds, checked, other_format
-from checkpoint.model_json import read_model_json, write_json
+from checkpoint.huggingface import TokenIds, checked
+from checkpoint.model_json import other_format, read_model_json, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from common.text import command

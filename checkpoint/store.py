@@ -2,7 +2,7 @@
 
 A checkpoint is a folder such as `step-00000200`. It is written as `tmp-...`, then gets a MANIFEST.json with
 the size and hash of every file except README.md, and is renamed last. It is renamed to `trash-...` before
-it is deleted. run/run.py decides on the contents, and tensors.py writes the bytes.
+it is deleted. run/run.py decides on the contents, and tensors.py writes the bytes. Needs no torch.
 """
 
 import os
@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-from checkpoint.huggingface import other_format
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
-from checkpoint.model_json import hub_model, read_model_json
+from checkpoint.model_json import hub_model, other_format, read_model_json
 from checkpoint.schema import Manifest, State, parse
-from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
@@ -91,8 +89,8 @@ def temporary_of(folder: Path) -> Path:
     return folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
 
 
-def start_writing(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int) -> Path:
-    """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
+def start_writing(folder: Path, files: Mapping[str, Any], needed_bytes: int) -> Path:
+    """Create the temporary folder with a file for each `TensorFile`; return its path. Ranks write the rows."""
     temporary = temporary_of(folder)
     check_room(folder.parent, needed_bytes)
     with disk_errors(folder, needed_bytes=needed_bytes):
@@ -322,7 +320,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "
                               f"model (no config.json){other_format(folder)}")
-    if _has(folder / STATE):
+    if has_file(folder / STATE):
         raise CheckpointError(f"{folder} is an incomplete copy of a Paddock checkpoint (no {MANIFEST}); copy "
                               f"it again, or delete {STATE} from the copy to use its weights unverified")
     return folder
@@ -332,18 +330,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the `schema.State`; empty for an imported model, or one of another trainer."""
     path = Path(folder) / STATE
     try:
-        return parse(read_plain(path), State, path) if _has(path) else {}
+        return parse(read_plain(path), State, path) if has_file(path) else {}
     except OSError as error:
         raise CheckpointError(f"{path} {unreadable(error, 'use another checkpoint')}") from error
 
 
-def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
-    """Return the optimizer's tensors; empty for an imported model."""
-    path = Path(folder) / OPTIMIZER
-    return open_tensors(path) if _has(path) else {}
-
-
-def _has(path: Path) -> bool:
+def has_file(path: Path) -> bool:
     """Return whether a checkpoint has this file. Raises CheckpointError if it was deleted."""
     folder = path.parent
     if not folder.is_dir() or (not path.exists() and (folder / MANIFEST).exists()

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
+from checkpoint.store import OPTIMIZER, has_file
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import BLOCK_BYTES, plain
@@ -185,6 +186,12 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
     with _opened(path) as (file, version):
         return {name: in_file(name) for name in file.offset_keys()}
+
+
+def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of the optimizer's state in a checkpoint; empty for an imported model."""
+    path = Path(folder) / OPTIMIZER
+    return open_tensors(path) if has_file(path) else {}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import model_utils
 from checkpoint import huggingface, model_json, peft, store
 from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
+from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import ROOT, command, counted
@@ -575,7 +576,7 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
     config, progress = start.config, Progress()
     if start.state:
         progress = Progress(**start.state["progress"])
-        tensors = store.read_optimizer(start.folder)
+        tensors = read_optimizer(start.folder)
         optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])

@@ -28,7 +28,7 @@ from torch import nn
 
 from checkpoint import huggingface, model_json, store
 from checkpoint.model_json import read_model_config
-from checkpoint.tensors import LazyTensor, TensorFile, lazy, write_files
+from checkpoint.tensors import LazyTensor, TensorFile, lazy, read_optimizer, write_files
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
 from common.text import command, counted, show
@@ -104,7 +104,7 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
         sizes = {"N_LAYERS": new.n_layers, "FFN_DIM": new.hidden_dim}
         state = {**state, "settings": state["settings"] | sizes,
                  "identity": state["identity"] | {"HIDDEN_DIM": new.hidden_dim}}
-        moments = resized(store.read_optimizer(folder), old, new, is_optimizer=True)
+        moments = resized(read_optimizer(folder), old, new, is_optimizer=True)
         all_files[store.OPTIMIZER] = TensorFile(moments, block_multiple=new.head_dim)
 
     def write(temporary: Path) -> dict[str, Any]:

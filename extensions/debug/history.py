@@ -22,6 +22,7 @@ import torch
 from checkpoint import store
 from checkpoint.manifest import MANIFEST
 from checkpoint.schema import read_entries, segment_files
+from checkpoint.tensors import read_optimizer
 from common import __version__
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import commit, disk_errors, read_json
@@ -205,7 +206,7 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
 def names_of_tensors(run_dir: Path, count: int) -> list[str]:
     """Return the names of the trained tensors, in the order of the step log's checksums."""
     for folder, _ in store.newest_first(run_dir / "checkpoints")[0]:
-        names = sorted({name.rpartition(".")[0] for name in store.read_optimizer(folder)})
+        names = sorted({name.rpartition(".")[0] for name in read_optimizer(folder)})
         if len(names) == count:
             return names
     return [f"tensor {number} of {count}" for number in range(1, count + 1)]

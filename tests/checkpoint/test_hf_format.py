@@ -13,7 +13,7 @@ from commands import python
 from factories import in_transformers, new_model
 
 from checkpoint import huggingface, model_json, peft, store
-from checkpoint.tensors import LazyTensor, lazy, read_all
+from checkpoint.tensors import LazyTensor, lazy, read_all, read_optimizer
 from common.errors import CheckpointError, DataError
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
@@ -303,7 +303,7 @@ def test_a_folder_of_transformers_trainer_is_a_model(tokenizer, tmp_path):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
         (tmp_path / "m" / name).write_bytes(b"not read")
     assert store.locate(str(tmp_path / "m"), tmp_path / "run") == tmp_path / "m"
-    assert store.read_state(tmp_path / "m") == store.read_optimizer(tmp_path / "m") == {}
+    assert store.read_state(tmp_path / "m") == read_optimizer(tmp_path / "m") == {}
     (tmp_path / "m" / "trainer_state.json").write_text(json.dumps({"settings": {}, "progress": {"step": 1}}))
     with pytest.raises(CheckpointError, match="incomplete copy of a Paddock checkpoint.*delete trainer_state.json"):
         store.locate(str(tmp_path / "m"), tmp_path / "run")
@@ -353,7 +353,7 @@ from_meta, import_checkpoint = map(runpy.run_path(str(IMPORT_SCRIPT)).get, ("fro
 def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Our model's logits from a start checkpoint, verified as training does."""
     assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
-    assert store.read_state(folder) == store.read_optimizer(folder) == {}
+    assert store.read_state(folder) == read_optimizer(folder) == {}
     settings = model_json.model_settings_from_huggingface(model_json.read_model_json(folder / "config.json"))
     model = Transformer(ModelConfig(**settings), VOCAB)
     tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))

@@ -19,7 +19,7 @@ from checkpoint import huggingface, store
 from checkpoint import tensors as tensor_files
 from checkpoint.manifest import block_rows, examine, fault_in, fault_of, rows_of_part
 from checkpoint.model_json import name_of_download
-from checkpoint.tensors import TensorFile, write_files, write_tensors
+from checkpoint.tensors import TensorFile, read_optimizer, write_files, write_tensors
 from common.errors import CheckpointError
 from run import folder as run_folder
 
@@ -159,7 +159,7 @@ def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_
 
 
 @pytest.mark.parametrize("read, name", [(store.read_state, store.STATE),
-                                        (store.read_optimizer, store.OPTIMIZER)])
+                                        (read_optimizer, store.OPTIMIZER)])
 def test_a_checkpoint_pruned_during_loading_is_an_error(tmp_path, read, name):
     folder = save(tmp_path, 1)
     (folder / name).unlink()
@@ -187,7 +187,7 @@ def test_a_pipe_or_device_in_a_checkpoint_is_refused_without_waiting(tmp_path, n
     with pytest.raises(CheckpointError, match="outside its folder: 'zero'"):
         store.verify(folder)
     for name, read in ((store.MANIFEST, store.verify), (store.STATE, store.read_state),
-                       (store.OPTIMIZER, store.read_optimizer)):
+                       (store.OPTIMIZER, read_optimizer)):
         (folder / name).unlink()
         os.mkfifo(folder / name)
         with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is not a plain file"):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from checkpoint import store
+from checkpoint.tensors import read_optimizer
 from common.errors import CheckpointError, DataError
 from common.files import BINARY_STARTS
 from data_pipeline import shards
@@ -256,7 +257,7 @@ manifests = st.fixed_dictionaries(
 @example(b"[" * 100_000)
 def test_any_bytes_as_a_file_of_a_checkpoint_are_read_or_refused(folder, content):
     """Even where they have the right hash."""
-    for name, read_it in ((store.STATE, store.read_state), (store.OPTIMIZER, store.read_optimizer)):
+    for name, read_it in ((store.STATE, store.read_state), (store.OPTIMIZER, read_optimizer)):
         (folder / name).write_bytes(content)
         try:
             assert isinstance(read_it(folder), dict)

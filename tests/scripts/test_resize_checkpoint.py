@@ -7,6 +7,7 @@ from factories import UNMEASURED, TinyRun, assert_same_run
 
 from checkpoint import huggingface, store
 from checkpoint.model_json import read_model_config
+from checkpoint.tensors import read_optimizer
 from common.errors import CheckpointError, SettingsError
 from config import Config, rules
 from extensions.inference.weights import load_model
@@ -53,7 +54,7 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
     resize(base.checkpoint(4), 4, 128, tmp_path / "grown")
-    kept, moved = (store.read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
+    kept, moved = (read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
     for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
         there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].full()
@@ -84,7 +85,7 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
     before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
     changed = {name for name in before if not torch.equal(before[name].full(), after[name].full())}
     assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
-    assert {name.split(".")[1] for name in store.read_optimizer(run.checkpoint(8))} == {"1", "3"}
+    assert {name.split(".")[1] for name in read_optimizer(run.checkpoint(8))} == {"1", "3"}
 
 
 @pytest.mark.parametrize("changes, words", (
