@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Optional, Union
 
 from pydantic import field_validator
 
-from common.section import Section, curve, fixed, interval, safe
+from common.section import Section, by_content, curve, fixed, interval, safe
 from common.text import command, counted, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
@@ -32,13 +32,13 @@ class RunConfig(Section):
     output_dir: str = safe("runs", "folder that holds all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
-    pretrain_checkpoint: Optional[str] = safe(
+    pretrain_checkpoint: Optional[str] = by_content(
         None, "start from this pretrained model: run, checkpoint, Hugging Face folder or hub name")
-    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT model (same forms)")
-    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO model (same forms)")
-    random_init: bool = safe(False, "allow sft without a start checkpoint, from random weights")
-    reset_optimizer: bool = safe(False, "load only the checkpoint's weights, without its optimizer and step")
-    start_step: Optional[int] = safe(None, "step number to start from, instead of the checkpoint's", ge=0)
+    instruct_checkpoint: Optional[str] = by_content(None, "start from this SFT model (same forms)")
+    dpo_checkpoint: Optional[str] = by_content(None, "start from this DPO model (same forms)")
+    random_init: bool = by_content(False, "allow sft without a start checkpoint, from random weights")
+    reset_optimizer: bool = by_content(False, "load only the checkpoint's weights, without its optimizer and step")
+    start_step: Optional[int] = by_content(None, "step number to start from, instead of the checkpoint's", ge=0)
     allow_resume_mismatch: str = safe(
         "", "comma-separated settings that may differ from the checkpoint's", separator=",")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
@@ -72,18 +72,18 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Input files and rows."""
 
-    pretrain_data_path: Optional[str] = safe(
+    pretrain_data_path: Optional[str] = by_content(
         None, "prepared text, mixture, or token files; ./paddock train also prepares text and hub datasets")
-    sft_data_path: Optional[str] = safe(None, "prepared chats")
-    dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
-    grpo_data_path: Optional[str] = safe(None, "prepared prompts")
+    sft_data_path: Optional[str] = by_content(None, "prepared chats")
+    dpo_data_path: Optional[str] = by_content(None, "prepared preference pairs")
+    grpo_data_path: Optional[str] = by_content(None, "prepared prompts")
     cache_dir: Optional[str] = safe(
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
     eval_tasks: Optional[str] = safe(
         None, "more multiple-choice sets, scored as written: name:file,name:file,...", separator=",")
-    tokenizer_path: Optional[str] = safe(None, "tiktoken BPE file, tokenizer.json, or hub name")
-    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe(
+    tokenizer_path: Optional[str] = by_content(None, "tiktoken BPE file, tokenizer.json, or hub name")
+    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = by_content(
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
@@ -108,7 +108,7 @@ class ModelConfig(Section):
 
     model_type: Literal["llama", "qwen2", "qwen3", "mistral", "smollm3"] = fixed(
         "llama", "family; qwen2 adds biases to q, k, v; qwen3 normalizes each head's q, k")
-    depth: Optional[int] = safe(
+    depth: Optional[int] = by_content(
         None, "number of layers; also sets width, heads, batch, steps and rate, unless set explicitly",
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
@@ -117,9 +117,9 @@ class ModelConfig(Section):
     n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
     head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)
-    ffn_dim: Optional[int] = safe(None, "feed-forward width; none = from the next two settings", ge=1)
-    multiple_of: int = safe(256, "round the feed-forward width up to a multiple of this", ge=1)
-    ffn_dim_multiplier: Optional[float] = safe(None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
+    ffn_dim: Optional[int] = by_content(None, "feed-forward width; none = from the next two settings", ge=1)
+    multiple_of: int = by_content(256, "round the feed-forward width up to a multiple of this", ge=1)
+    ffn_dim_multiplier: Optional[float] = by_content(None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
     norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
     no_rope_every: Optional[int] = fixed(
@@ -135,9 +135,9 @@ class ModelConfig(Section):
         4.0, "RoPE scaling keeps pairs with more rotations than this; yarn: 32", gt=0)
     rope_original_max_len: int = fixed(8192, "context length before RoPE scaling", ge=1)
     tie_embeddings: bool = fixed(True, "share one matrix between embedding and head")
-    init_std: float = safe(
+    init_std: float = by_content(
         0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
-    init_copy: bool = safe(
+    init_copy: bool = by_content(
         False, "start attention heads that copy what they attend to: WO is WV transposed")
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
         "auto", "attention kernel; auto = the fastest available")
@@ -370,7 +370,7 @@ class DistillationConfig(Section):
 
     distillation_enabled: bool = fixed(
         False, "also train on a teacher's distribution; in grpo only on it, at the student's own answers")
-    teacher_model: Optional[str] = safe(None, "teacher: run, checkpoint, or Hugging Face folder or name")
+    teacher_model: Optional[str] = by_content(None, "teacher: run, checkpoint, or Hugging Face folder or name")
     teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "teacher's dtype; auto = as stored")
     distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed(
         "forward_kl", "divergence between teacher and student")
@@ -537,14 +537,15 @@ def on_resume(name: str) -> str:
 # ------------------------------------------------------------------------------------ rules between settings
 
 
-def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
-    """Yield a sentence for every conflict, with all settings involved."""
+def rules(config: Config, shape_is_unknown: bool = False) -> Iterator[str]:
+    """Yield a sentence for every conflict, with all settings involved.
+
+    A model of the hub brings its shape when it is downloaded.
+    """
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, base_rules, evaluation_rules,
                   stage_rules, *(section.rules for section in EXTENSION_SECTIONS.values())):
         yield from topic(config)
-    # A start checkpoint completes the model's shape when it is read.
-    if start_is_read or config.named_checkpoint is None:
-        yield from shape_rules(config)
+    yield from () if shape_is_unknown else shape_rules(config)
 
 
 def shape_rules(c: Config) -> Iterator[str]:

@@ -31,7 +31,9 @@ from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
-from plan.layers import export, load_config, read_flags
+from plan.command_line import export
+from plan.layers import read_flags
+from plan.make import make_plan
 from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
@@ -158,7 +160,7 @@ class FlagParser(CommandParser):
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         """Return the script's flags, and the settings; keys for libraries in `.env` are exported."""
         flags, others = self.split(argv)
-        loaded = load_config(others, own_flags=tuple(vars(flags)), complete=False)
+        loaded = make_plan(others, own_flags=tuple(vars(flags)), complete=False)
         export(loaded)
         return flags, loaded.config
 

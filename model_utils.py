@@ -5,30 +5,30 @@ import random
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint import huggingface
-from checkpoint.model_json import read_model_config, read_model_json
-from checkpoint.peft import refuse_adapters
-from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
+from checkpoint.model_json import read_model_json, refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
-from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
+from config import Config, ModelConfig, RunConfig
 from model import Transformer, padded
 from model_kernels.matmul import CPU_MULTIPLIES_BF16
 from parallel import fsdp
+from parallel.fsdp import DeviceMesh
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
+from plan.identity import is_beyond
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
@@ -106,13 +106,14 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 @collective
-def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
+def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype,
+                mesh: Optional[DeviceMesh] = None) -> Transformer:
     """Return a Transformer on the rank's device. Its initial weights depend only on SEED, not on sharding."""
     model = model_on_meta(config, vocab_size, dtype)
     matrices = [each for each in model.parameters() if each.ndim > 1 and config.bf16_weights]
     for parameter in matrices:
         parameter.data = parameter.data.to(torch.bfloat16)
-    allocate_model(model, config, ranks)
+    allocate_model(model, config, ranks, mesh)
     for parameter in model.parameters():
         parameter.is_held = True  # unlike what FSDP gathers
     generator = torch.Generator(ranks.device).manual_seed(config.seed)
@@ -137,14 +138,20 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
 
 
 @collective
-def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
-    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it."""
+def make_mesh(config: Config, ranks: Ranks) -> Optional[DeviceMesh]:
+    """Return the mesh over which SHARDING divides models, or None."""
+    # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the custom reduce-scatter.
+    if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
+        return fsdp.make_mesh(ranks, config.ranks_per_copy)
+    return None
+
+
+def allocate_model(model: Transformer, config: Config, ranks: Ranks, mesh: Optional[DeviceMesh]) -> None:
+    """Move a model from the meta device to the rank's device; with a mesh, only the rank's rows of it."""
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
-    # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the custom reduce-scatter.
-    if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
-        mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
+    if mesh is not None:
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload,
                          config.reproducible)
     if fsdp.is_sharded(model):
@@ -239,18 +246,20 @@ def forced_eager() -> AbstractContextManager:
 # ---------------------------------------------------------------------- loading and checking weights
 
 
-def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
-                    finite: bool = True) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, with a row for each of its ids."""
+def read_parameters(folder: Path, config: ModelConfig, vocab_size: int, finite: bool = True,
+                    layers: Optional[int] = None) -> dict[str, LazyTensor]:
+    """Return the parameters of the model in a folder, perhaps cut to its first layers, with a row for each id."""
     refuse_adapters(folder)
     stored = huggingface.load_model_weights(folder)
+    if layers is not None:
+        stored = {name: tensor for name, tensor in stored.items() if not is_beyond(name, layers)}
     tensors = huggingface.with_rows(stored, vocab_size)
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
 
-def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
-    """Load a folder's weights into the model."""
-    for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite).items():
+def load_weights(folder: Path, model: Transformer, finite: bool = True, layers: Optional[int] = None) -> None:
+    """Load a folder's weights into the model; with `layers`, those of its first layers."""
+    for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite, layers).items():
         module = model.get_submodule(name.removesuffix(".weight"))
         getattr(module, "load_base", partial(fsdp.load_rows, module.weight))(tensor.read)
 
@@ -271,34 +280,6 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
     """Return a saved optimizer state with rows of zeros for padded ids, which get no gradient."""
     return {name: tensor.padded(padded(model.vocab_size)) if is_vocabulary(name) and tensor.shape else tensor
             for name, tensor in tensors.items()}
-
-
-def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
-    """Compare the settings, which come from `sources`, with the model in a folder; return warnings."""
-    refuse_adapters(folder)
-    saved = read_model_config(folder)
-
-    def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
-        """Return the saved values of settings that differ, and a description."""
-        saved_values, differences = {}, []
-        for name in names:
-            there, here = getattr(saved, name.lower()), getattr(config, name.lower())
-            if there != here:
-                causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
-                where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
-                saved_values[name] = there
-                differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
-        return saved_values, "; ".join(differences)
-
-    saved_values, description = compare(MODEL_SHAPE)
-    if saved_values:
-        raise CheckpointError(f"{folder} contains a different model: {description}. To start from it, remove "
-                              f"these settings, or {assignments(saved_values)}")
-    # Different values may be intended, for example to learn longer contexts.
-    names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
-    names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
-    saved_values, description = compare(names)
-    return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
 
 
 def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> list[str]:

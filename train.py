@@ -7,7 +7,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Optional
+from functools import partial
+from typing import Any
 
 from common.errors import SettingsError
 from common.text import (
@@ -23,7 +24,9 @@ from common.text import (
 from config import KINDS
 from parallel import process
 from parallel.process import EXIT_PREEMPTED
-from plan.layers import Settings, exit_with, load_or_exit
+from plan.command_line import Planned, exit_with, plan_on_rank0
+from plan.layers import read_flags
+from plan.make import make_plan
 
 USAGE = ("./paddock train [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
@@ -36,7 +39,8 @@ if __name__ == "__main__":
     # Before torch's import, which takes seconds: a typo is reported now.
     named = ("PRESET", *(setting for setting, _ in KINDS.values()))
     is_unset = not (sys.argv[1:] or os.path.exists(".env") or any(map(os.environ.get, named)))
-    LOADED = load_or_exit(["--preset=sample"] if is_unset else sys.argv[1:], USAGE)
+    ARGV = ["--preset=sample"] if is_unset else sys.argv[1:]
+    PLANNED = plan_on_rank0(ARGV, USAGE)
     if is_unset and os.environ.get("LOCAL_RANK", "0") == "0":
         show("Nothing is set, so the sample model is trained (--preset sample).")
 
@@ -51,6 +55,7 @@ from learn.objectives import ONLINE, Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
+from run.build import open_run
 from run.extensions import Extension, find
 from run.run import (
     Run,
@@ -63,17 +68,18 @@ from run.run import (
     saves_end,
     start_writing,
 )
-from run.start import open_run, provide_sample
 from run.step_log import joined, log_step, median_and_deviation, stop_before, weight_checksums
 
 
-def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
-    """Run with these flags, or with settings that are already loaded; return the exit code."""
-    loaded = loaded or load_or_exit(argv, USAGE)
+def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
+    """Run with these flags, of which rank 0 may have made a plan; return the exit code."""
     try:
-        with exit_if_unread() if loaded.check else nullcontext():
-            provide_sample(loaded.config, may_write=not loaded.check)
-            code = find("forecast", "--check").check(loaded) if loaded.check else train(loaded)
+        planned = planned or plan_on_rank0(argv, USAGE)
+        if read_flags(argv).check:
+            with exit_if_unread():
+                code = find("forecast", "--check").check(planned, argv) if planned else 0
+        else:
+            code = train(planned, argv)
     except Exception as error:
         stop_watchdog()
         report = classify_exception(error)
@@ -93,10 +99,11 @@ def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
 
 
 @collective
-def train(loaded: Settings) -> int:
+def train(planned: Planned, argv: Sequence[str]) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
-        with status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"), open_run(loaded) as run:
+        with (status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"),
+              open_run(planned, partial(make_plan, argv, None)) as run):
             reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
             start_writing(run)
             ACTIVITY.phase, ACTIVITY.step = "other", run.progress.step
@@ -307,4 +314,4 @@ def finish_step(run: Run) -> None:
 
 if __name__ == "__main__":
     with process.leaving_what_is_stuck():
-        sys.exit(main(loaded=LOADED))
+        sys.exit(main(ARGV, PLANNED))

@@ -1,6 +1,7 @@
 """config.json in Hugging Face's format, and models in the hub's local cache. Needs no torch."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,12 @@ from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.section import MAX_NUMBER, Section
+from common.text import command
 from config import SCALING_SETTINGS, ModelConfig, extension_module
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*"]}
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
@@ -271,3 +274,10 @@ def other_format(folder: Path) -> str:
     """Return the end of a message: what a folder of another tool contains, and what to do."""
     other_trainers = extension_module("other_trainers")
     return other_trainers.advice_on_folder(folder) if other_trainers else "; name another folder"
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise CheckpointError if a folder contains adapters instead of a full model."""
+    if os.path.exists(folder / ADAPTERS):
+        raise CheckpointError(f"{folder} contains adapters, not a full model; merge them first: "
+                              f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

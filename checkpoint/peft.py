@@ -10,14 +10,13 @@ from torch import Tensor
 
 from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
+from checkpoint.model_json import ADAPTERS as CONFIG_FILE
 from checkpoint.model_json import other_format, read_model_json, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
-from common.text import command
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
 PEFT_LAYERS = {name: huggingface.HUGGINGFACE_NAMES[name].rpartition(".")[2]
                for name in ("tok_embeddings", "output")}
@@ -221,10 +220,3 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     config = model_json.checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
     return Adapter(state, config, content.get("base_model_name_or_path"), base_info.get("base_sha256"),
                    token_ids)
-
-
-def refuse_adapters(folder: Path) -> None:
-    """Raise CheckpointError if a folder contains adapters instead of a full model."""
-    if os.path.exists(folder / CONFIG_FILE):
-        raise CheckpointError(f"{folder} contains adapters, not a full model; merge them first: "
-                              f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

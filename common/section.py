@@ -20,10 +20,12 @@ def setting(on_resume: str, default, meaning: str, **limits):
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
-# If a resuming run differs from its checkpoint in a safe setting, a note reports it; in a curve setting, a
-# warning says that the training curve changes; in a fixed setting, it is an error, unless
-# ALLOW_RESUME_MISMATCH lists the setting.
-safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
+# What a resumed run does with another value. Safe settings come from flags, files and presets as in a new run,
+# and a note reports a change. The others come from the run's record, unless a flag changes them: a curve
+# setting with a warning that the training curve changes; a fixed one is an error, unless
+# ALLOW_RESUME_MISMATCH lists it. By content: paths and shapes with several spellings, for which not the text
+# but what they stand for is compared.
+safe, curve, fixed, by_content = (partial(setting, kind) for kind in ("safe", "curve", "fixed", "content"))
 
 
 def interval(times: int, most: int, meaning: str):

@@ -31,16 +31,20 @@ from extensions.inference.weights import load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.settings import EvaluateConfig
+from learn.teacher import find_teacher, load_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
-from parallel.ranks import Ranks, RunContext, collective
-from plan.layers import Layer, validate
+from parallel.ranks import RunContext, collective
+from plan.layers import Layer
+from plan.names import validate
+from plan.starts import Start
+from run.build import Base, choose_objective
 from run.extensions import Extension
+from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
 from run.run import Inputs, Progress, Run
-from run.start import choose_objective, find_base, open_evaluation_inputs
 from tokenizer import load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
@@ -61,11 +65,9 @@ class Evaluate(Extension):
     held_out: Sequence[HeldOut] = ()  # chats or pairs to answer
 
     @collective
-    def inputs(self, config: Config, inputs: Inputs, ranks: Ranks) -> Inputs:
+    def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
         if config.prompts_to_answer:
-            read = partial(read_held_out, config, inputs.tokenizer)
-            verified = ranks.on_rank0(lambda: read(config.verify_data))
-            self.held_out = ranks.raise_on_all(lambda: verified or read("never"))
+            self.held_out = read_held_out(config, inputs.tokenizer, verify)
         return inputs
 
     @collective
@@ -286,7 +288,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     verified = ranks.on_rank0(lambda: read(config.verify_data))
     measured = ranks.raise_on_all(lambda: verified or read("never"))
     inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
-    inputs = extension.inputs(config, inputs, ranks)
+    inputs = ranks.raise_on_all(lambda: extension.inputs(
+        config, inputs, config.verify_data if ranks.is_rank0 else "never"))
     for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
         context.log.info(unused)
     rows = inputs.validation_rows
@@ -297,8 +300,15 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     origin, objective = objective_of or folder, None
     if rows is not None:
         known = store.read_state(origin).get("progress", {})
-        base = partial(find_base, config, known, origin.resolve().parents[1], context.log.warn)
-        objective, inputs = choose_objective(config, inputs, model, base, known.get("base_sha256"), context)
+        run_dir, adapters, teacher = origin.resolve().parents[1], {}, None
+        if store.read_state(origin):
+            adapters = adapters_of_start(Start("continue", str(origin)), config, run_dir)
+        if config.distillation_enabled:
+            place = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
+            teacher = load_teacher(Path(place), config, tokenizer.vocab_size, ranks)
+        base = Base(partial(find_base, config, known, run_dir, context.log.warn), known.get("base_sha256"),
+                    config.n_layers, adapters)
+        objective, inputs = choose_objective(config, inputs, model, base, context, teacher)
     return Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
                progress, objective, folder, extensions=[extension])
 

@@ -29,7 +29,6 @@ from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
 from dataloaders import Batch, MixedRows, Rows, TokenRows
 from extensions.settings import Selector, read_selectors
 from model_kernels.head import IGNORE_INDEX
-from parallel.ranks import Ranks
 from run.extensions import Extension
 from run.run import Inputs
 
@@ -219,11 +218,10 @@ class Exclude(Extension):
 
     sha256 = ""
 
-    def inputs(self, config: Config, inputs: Inputs, ranks: Ranks) -> Inputs:
-        return ranks.raise_on_all(lambda: self.change(config, inputs)) if config.exclude_data else inputs
-
-    def change(self, config: Config, inputs: Inputs) -> Inputs:
+    def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
         """Return the inputs without what EXCLUDE_DATA names."""
+        if not config.exclude_data:
+            return inputs
         selectors = read_selectors(config.exclude_data)
         excluded = exclude(inputs.rows, inputs.tokenizer, selectors)
         if missed := [" ".join(each) for each in selectors if not excluded.counts[each]]:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
@@ -19,12 +19,10 @@ import torch
 import lora
 import model_utils
 from checkpoint.model_json import hub_model, read_model_config, read_model_json
-from checkpoint.store import places
-from common.errors import CheckpointError, PaddockError, SettingsError, requires_package
+from common.errors import CheckpointError, DataError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
-from common.remote import is_hub_name
-from common.text import counted, print_safely, show, status_line
-from config import Config, rules
+from common.text import command, counted, print_safely, show, status_line
+from config import SAMPLE, Config, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.evaluate import function_of, read_held_out
@@ -38,12 +36,24 @@ from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.derived import TOKENS_PER_PARAMETER
-from plan.layers import PRESETS_DIR, Settings
+from plan.command_line import exit_with
+from plan.derived import PRESETS_DIR, TOKENS_PER_PARAMETER
+from plan.make import Facts, Plan, complete, make_plan
+from plan.starts import Known, Start
+from run.build import adapted_on_meta
 from run.extensions import load_extensions
+from run.facts import (
+    Remake,
+    count_rows,
+    find_files,
+    lacks_sample,
+    prepare_device,
+    read_inputs,
+    with_identities,
+    with_tokens,
+)
 from run.folder import has_run
 from run.run import Inputs, Progress, Run, trained_bytes
-from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from tokenizer import load_tokenizer
 from train import train_step
 
@@ -127,20 +137,25 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 # ----------------------------------------------------------------------------------------------- --check
 
 
-def check(loaded: Settings) -> int:
+def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
-    with suppress(PaddockError):  # check_inputs reports it
-        loaded = decide_by_data(loaded)
-    checked = Check(loaded)
-    sources = [where for name, where in loaded.sources.items() if name != "check"]
+    if isinstance(planned, PaddockError):
+        exit_with(planned)
+    if lacks_sample(planned.config):
+        raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
+                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
+    checked = Check(planned)
+    checked.complete(partial(make_plan, argv, None))
+    plan = checked.planned
+    sources = [where for name, where in plan.sources.items() if name != "check"]
     implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in sources)
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")
-    checked.messages("settings", loaded)
+    checked.messages("settings", plan.notes, plan.warnings)
     with checked.entry("extensions"):
-        load_extensions(loaded.config, partial(checked.line, "extensions", mark="warn"))
+        load_extensions(plan.config, partial(checked.line, "extensions", mark="warn"))
     checked.check_inputs()
     checked.check_start()
     checked.check_hardware()
@@ -164,8 +179,8 @@ class StepPlan(NamedTuple):
 class Check:
     """The list that --check prints. The optional attributes stay None if their check fails."""
 
-    def __init__(self, loaded: Settings):
-        self.loaded, self.config = loaded, loaded.config
+    def __init__(self, planned: Plan):
+        self.planned, self.config = planned, planned.config
         self.exit_codes: list[int] = []  # of the failed checks
         self.device: Optional[torch.device] = None
         self.dtype: Optional[torch.dtype] = None  # for computation
@@ -179,10 +194,24 @@ class Check:
         for each in text.splitlines():
             show(f"  {mark:<4}  {name}: {each}")
 
-    def messages(self, name: str, source: Settings | Start) -> None:
-        for mark, texts in (("ok", source.notes), ("warn", source.warnings)):
+    def messages(self, name: str, notes: Sequence[str], warnings: Sequence[str]) -> None:
+        for mark, texts in (("ok", notes), ("warn", warnings)):
             for text in texts:
                 self.line(name, text, mark)
+
+    def complete(self, remake: Remake) -> None:
+        """Complete the plan as a start does: with the start's files, the number of rows and the hardware."""
+        with self.entry("start"):
+            plan, name = self.planned, self.planned.start.download
+            if name and plan.for_other_hardware:  # its config.json has the shape
+                plan = remake(Known(hub={name: str(hub_model(name, only_config=True))}))
+            elif not plan.for_other_hardware:
+                plan = find_files(plan, remake)
+            self.planned = plan
+        with suppress(PaddockError):  # check_inputs reports it
+            device = "cuda" if self.config.device_memory else model_utils.choose_device(self.planned.config)
+            self.planned = complete(self.planned, Facts(device, count_rows(self.planned)))
+        self.config = self.planned.config
 
     @contextmanager
     def entry(self, name: str, optional: bool = False) -> Iterator[None]:
@@ -200,7 +229,7 @@ class Check:
 
         def is_missing(path: Optional[str]) -> bool:
             exists = path and (os.path.exists(path) or glob.glob(path, recursive=True))
-            return self.loaded.is_plan and not exists
+            return self.planned.for_other_hardware and not exists
 
         if config.tokenizer_path:
             with self.entry("tokenizer", is_missing(config.tokenizer_path)):
@@ -256,37 +285,28 @@ class Check:
                 self.line("teacher", f"{self.teacher}, same vocabulary as the student")
 
     def check_start(self) -> None:
-        """Check the start, and adopt its settings."""
-        config = self.config
+        """Check what the run starts from."""
+        config, plan = self.config, self.planned
         with self.entry("start"):
             run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-            found, named = None, config.named_checkpoint
-            if self.loaded.is_plan and not has_run(run_dir):  # config.json or the settings have the shape
-                is_local = named and any(place.is_dir() for place in places(named, run_dir))
-                if named is None:
-                    found = (None, False, [])
-                elif not is_local and is_hub_name(named.partition("@")[0]):
-                    found = (str(hub_model(named, only_config=True)), False, [])
-            start = find_start(self.loaded, self.inputs, run_dir, Ranks(), found)
-            warnings = [*start.warnings]
-            if start.state:
-                folder = start.base if config.lora_enabled else start.folder
-                warnings += model_utils.check_model(folder, start.config)
+            if self.inputs and not (plan.for_other_hardware and plan.start.kind != "continue"):
+                told = len(plan.notes), len(plan.warnings)
+                plan = with_tokens(with_identities(plan, self.inputs, run_dir), self.inputs)
+                self.messages("start", plan.notes[told[0]:], plan.warnings[told[1]:])
+            start = plan.start
             if config.resume == "never" and has_run(run_dir):
-                warnings.append(f"RESUME=never moves the existing run in {run_dir} aside")
-            self.messages("start", start._replace(warnings=warnings))
+                self.line("start", f"RESUME=never moves the existing run in {run_dir} aside", "warn")
             text = f"random weights; the run's folder is {run_dir}"
-            if found == (None, False, []) and (config.training_stage != "pretrain" or config.lora_enabled):
+            if start.kind == "new" and (config.training_stage != "pretrain" or config.lora_enabled):
                 text = "no weights, as no checkpoint is named; the settings have the model's shape"
-            if start.state:
-                saved = start.state["progress"]["step"]
-                step = saved if start.is_own or config.start_step is None else config.start_step
+            if start.continues:
+                step = start.step if start.is_own or config.start_step is None else config.start_step
                 left = f"{max(0, config.max_steps - step):,} of {counted(config.max_steps, 'step')} left"
                 text = f"from {start.folder}, {left}"
             elif start.folder:
                 text = f"the run's folder is {run_dir}"  # the notes name the weights
-            self.line("run" if start.folder and not start.state else "start", text)
-            self.start, self.config = start, start.config
+            self.line("run" if start.kind == "from" else "start", text)
+            self.planned, self.start = plan, start
 
     def check_hardware(self) -> None:
         """Check the device. A start's shape decides whether a small model is compiled, so it comes first."""
@@ -311,16 +331,16 @@ class Check:
         config, start, vocab_size = self.config, self.start, 0
         if self.tokenizer:
             vocab_size = self.tokenizer.vocab_size
-        elif self.loaded.is_plan:  # the vocabulary of the start, or of Llama 3's tokenizer
+        elif self.planned.for_other_hardware:  # the vocabulary of the start, or of Llama 3's tokenizer
             folder = start and start.folder and (start.base or start.folder)
             model_config = read_model_json(folder / "config.json") if folder else {}
             vocab_size = int(model_config.get("vocab_size", LLAMA_3_IDS))
             whose = "config.json's" if "vocab_size" in model_config else "Llama 3's"
             self.line("model", f"no tokenizer: planned with {whose} vocabulary of {vocab_size:,} ids")
-        if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is unknown
+        if not vocab_size or start is None and config.start_settings:  # the model's shape is unknown
             return
         with self.entry("model"):
-            self.plan, text = plan_steps(config, start, self.inputs, vocab_size, self.teacher)
+            self.plan, text = plan_steps(self.planned, config, self.inputs, vocab_size, self.teacher)
             self.line("model", text)
         if self.plan:
             self.report_length(self.plan)
@@ -349,7 +369,7 @@ class Check:
         config, start, inputs = self.config, self.start, self.inputs
         tokens, optimal, ratio = config.max_steps * config.total_batch_size, 0, ""
         has_weights = start is not None and start.folder is not None and not (
-            start.is_own and start.state["progress"].get("begun_from") is None)
+            start.continues and start.state["progress"].get("begun_from") is None)
         if config.training_stage == "pretrain" and not (config.lora_enabled or has_weights):
             ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
                      "compute-optimal according to Chinchilla)")
@@ -456,14 +476,14 @@ class Check:
             line(seconds, linear, "the teacher, " if config.distillation_enabled else "")
 
 
-def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
-               teacher: Optional[Path]) -> tuple[StepPlan, str]:
+def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size: int, teacher: Optional[Path]
+               ) -> tuple[StepPlan, str]:
     """Return the plan of a step, from a model on the meta device and the first rows; describe the model."""
     described, generator = console.describe_model(config, vocab_size), torch.Generator()
     config = config.model_copy(update={"lora_base_quantization": "none"})  # has no effect on FLOPs or files
     model = model_utils.model_on_meta(config, vocab_size, torch.float32)
     if config.lora_enabled and inputs:
-        model, _ = adapted_on_meta(config, start, inputs, torch.float32, generator, Ranks())
+        model, _ = adapted_on_meta(plan.changed(lora_base_quantization="none"), vocab_size, torch.float32, generator)
         described += f"\nLoRA: {console.describe_adapters(model, inputs.tokenizer)}"
     elif config.lora_enabled:
         lora.add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which needs the data

@@ -26,7 +26,7 @@ from data_pipeline.prepare import describe_counts, read_prepared
 from dataloaders import Batch, TokenRows, cache_of, check_rows, permute
 from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
 from extensions.report.console import times_read
-from parallel.ranks import Ranks, collective
+from parallel.ranks import collective
 from run.extensions import Extension
 from run.run import Inputs, Run, save_checkpoint
 
@@ -173,7 +173,7 @@ class PrepareAhead(Extension):
         self.read: list[str] = []  # hashes of shards
         self.was_reported, self.looks_at = False, 0.0
 
-    def inputs(self, config: Config, inputs: Inputs, ranks: Ranks) -> Inputs:
+    def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
         self.rows = inputs.rows if config.data_grows else None
         self.was_reported = self.rows is None or self.rows.is_complete
         return inputs

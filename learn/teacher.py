@@ -124,6 +124,9 @@ class HFTeacher:
         return lambda chunk: logits_MV[chunk].float()
 
 
+Teacher = LlamaTeacher | HFTeacher
+
+
 def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """Return (starts, lengths) of documents with targets in the flattened batch, grouped by similar length.
 
@@ -150,7 +153,7 @@ def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 @collective
-def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
+def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> Teacher:
     """Load the model in a folder of `find_teacher`: with Paddock's code if it is a Llama, else transformers.
 
     A Llama is sharded like the student.
@@ -166,7 +169,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     dtype = _dtype(config, stored, ranks.device)
     model = model_utils.model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
-    model_utils.allocate_model(model, config, ranks)
+    model_utils.allocate_model(model, config, ranks, model_utils.make_mesh(config, ranks))
     ranks.raise_on_all(lambda: model_utils.load_weights(folder, model))
     model_utils.compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)

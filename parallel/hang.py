@@ -33,13 +33,16 @@ class HangWatchdog:
 
     def __init__(self, store: Any, rank: int, count: int, timeout_seconds: float, store_on_rank0: bool):
         self.store, self.rank, self.count, self.store_on_rank0 = store, rank, count, store_on_rank0
-        self.timeout, self.interval = timeout_seconds, min(POLL_SECONDS, timeout_seconds / 10)
+        self.set_timeout(timeout_seconds)
         self.sum = 0  # of all ranks' progress, as this rank knows it
         self.alarm = False
         self.stopped = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._watch)]
         for thread in self.threads:
             thread.start()
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout, self.interval = seconds, min(POLL_SECONDS, seconds / 10)
 
     def stop(self) -> None:
         """Stop both threads; after an alarm, wait instead for the watching thread to end this process."""

@@ -29,9 +29,10 @@ EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path where torch's launchers expect a process's error report
-RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and how many are left
-# Files beside a rank's error file: it has state to save; the folder into which the run writes.
-JOINED, RUN_FOLDER = "joined", "run-folder"
+RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and the `settings` of the first start
+# Files beside a rank's error file: it has state to save; the folder into which the run writes; settings of
+# `.env`, presets and files, which an automatic restart uses again.
+JOINED, RUN_FOLDER, SETTINGS = "joined", "run-folder", "settings"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Optional, TypeVar
 
@@ -29,6 +29,7 @@ from parallel.process import listen_at, restrict_interface
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 30  # between progress lines of a long computation
+START_SECONDS = 600  # without progress, until the plan has a DISTRIBUTED_TIMEOUT
 JOIN_SECONDS = 25  # allowed delay between starts of ranks without a launcher
 # Added to torch's own timeout, which must not fire first: the watchdog decides.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
@@ -127,32 +128,12 @@ class Ranks:
             return value
         failures = enumerate(self.all_gather_json(failure))
         rank, (name, text, errno) = next((rank, failed) for rank, failed in failures if failed)
-        error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
-        error.on_all_ranks, error.errno = True, errno
-        raise error
+        raise on_all_ranks(name, f"rank {rank}: {text}" if rank else text, errno)
 
     @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
         """Return make() on rank 0, and None on other ranks. If it raises a PaddockError, all ranks do."""
         return self.raise_on_all(lambda: make() if self.is_rank0 else None)
-
-    @collective
-    def on_rank0_with_help(self, make: Callable[[Callable[[Any], list]], T],
-                           help_with: Callable[[Any], Any]) -> Optional[T]:
-        """Like `on_rank0`, but make(ask) may call ask(request): help_with(request) of all ranks, as JSON."""
-        def ask(request) -> list:
-            return self.all_gather_json(help_with(self.broadcast([request])[0]))
-
-        def work() -> Optional[T]:
-            if self.is_rank0:
-                try:
-                    return make(ask)
-                finally:
-                    self.broadcast([])
-            while request := self.broadcast([]):
-                self.all_gather_json(help_with(*request))
-
-        return self.raise_on_all(work)
 
     @collective
     def barrier(self) -> None:
@@ -161,51 +142,83 @@ class Ranks:
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     """Join the process group that torchrun's environment variables describe, or stay a single process."""
+    return meet(lambda: {"device": device_type, "timeout": timeout_seconds})[0]
+
+
+def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
+    """Join the process group, on the terms of rank 0; return the ranks and the terms.
+
+    Rank 0 calls `decide`, which returns JSON with the type of `device`, the `timeout` in seconds, and more. If
+    it raises a PaddockError, all ranks do. Until then, ranks only know the environment of their launcher.
+    """
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
         raise SettingsError(f"RANK={rank} must be from 0 to below WORLD_SIZE={world_size}; use a launcher")
-    device = torch.device(device_type, local_rank if device_type == "cuda" else None)
-    if device_type == "cuda":
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
-        if processes > gpus:
-            raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
-                                f"start torchrun with --nproc_per_node {gpus} at most")
     ACTIVITY.phase, ACTIVITY.step = "start-up", 0
-    ranks = Ranks(rank, local_rank, world_size, device)
-    if world_size > 1:
-        try:
-            _init_process_group(ranks, timeout_seconds)
-        # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
-        except (OSError, RuntimeError, ValueError) as error:
-            if re.search(GPU_FAILED, str(error)):
-                raise
-            raise SettingsError(
-                f"rank {rank} of {world_size} could not join the process group at "
-                f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
-                f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
-                "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    else:  # a hung device or read must not wait for ever either
-        watch(dist.HashStore(), ranks, timeout_seconds, store_on_rank0=True)
+    ranks, store = Ranks(rank, local_rank, world_size), None
+    try:
+        if world_size == 1:  # a hung device or read must not wait for ever either
+            watch(dist.HashStore(), ranks, START_SECONDS, store_on_rank0=True)
+            terms = decide()
+        else:
+            store = explaining(ranks, _join_store, ranks)
+            terms = _terms_of_rank0(store, ranks, decide)
+        device_type = terms["device"]
+        if device_type == "cuda":
+            processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+            if processes > gpus:
+                raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
+                                    f"start torchrun with --nproc_per_node {gpus} at most")
+        ranks = replace(ranks, device=torch.device(device_type, local_rank if device_type == "cuda" else None))
+        watchdog.set_timeout(terms["timeout"])
+        if device_type == "cuda":
+            torch.cuda.set_device(ranks.device)
+        if store is not None:
+            explaining(ranks, _init_process_group, ranks, store, terms["timeout"])
+    except BaseException:
+        if world_size == 1:  # this process may go on with something else
+            stop_watchdog()
+        raise
     process.write_marker(process.JOINED)
-    return ranks
+    return ranks, terms
+
+
+def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
+    """Return join(*arguments); an error of torch becomes one that says what to check."""
+    try:
+        return join(*arguments)
+    # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
+    except (OSError, RuntimeError, ValueError) as error:
+        if re.search(GPU_FAILED, str(error)):
+            raise
+        raise SettingsError(
+            f"rank {ranks.rank} of {ranks.world_size} could not join the process group at "
+            f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
+            f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
+            "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
 
 
 def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank0: bool) -> None:
-    """Start this process's watchdog, and then make its GPU current, which waits for the driver."""
+    """Start this process's watchdog."""
     global watchdog
     stop_watchdog()
     watchdog = HangWatchdog(store, ranks.rank, ranks.world_size, timeout_seconds, store_on_rank0)
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
 
 
 @contextmanager
 def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """A `with` block in the process group of `start_ranks`; after an error, ranks leave it separately."""
-    ranks = start_ranks(device_type, timeout_seconds)
-    try:
+    """A `with` block in the process group of `start_ranks`."""
+    with meeting(lambda: {"device": device_type, "timeout": timeout_seconds}) as (ranks, _):
         yield ranks
+
+
+@contextmanager
+def meeting(decide: Callable[[], dict[str, Any]]) -> Iterator[tuple[Ranks, dict[str, Any]]]:
+    """A `with` block in the process group of `meet`; after an error, ranks leave it separately."""
+    ranks, terms = meet(decide)
+    try:
+        yield ranks, terms
     except BaseException:
         if ranks.world_size == 1:  # this process may go on with something else
             stop_watchdog()
@@ -216,14 +229,14 @@ def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
     stop_ranks()
 
 
-def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
+def _join_store(ranks: Ranks) -> dist.Store:
+    """Return the store of the job when all ranks are there, and start the watchdog."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ValueError("an address and a number are expected")
     restrict_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
     store_on_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    join_seconds = timeout_seconds if is_launched else min(timeout_seconds, JOIN_SECONDS)
+    join_seconds = START_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else JOIN_SECONDS
     # The store outlives a start of the job.
     attempt = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
 
@@ -249,12 +262,43 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         store.wait(["complete"], timedelta(seconds=join_seconds))
         # First the watchdog: with `device_id`, the group waits for all ranks in ncclCommInitRank, without a
         # time-out. Its own connection does not queue behind a collective's request.
-        watch(connect(timeout_seconds), ranks, timeout_seconds, store_on_rank0)
-        is_cuda = ranks.device.type == "cuda"
-        with waiting():
-            dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
-                                    world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
-                                    timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
+        watch(connect(START_SECONDS), ranks, START_SECONDS, store_on_rank0)
+    return store
+
+
+def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks."""
+    if ranks.is_rank0:
+        try:
+            answer = {"terms": decide()}
+        except PaddockError as error:
+            answer = {"error": [type(error).__name__, str(error), error.errno]}
+        store.set("terms", json.dumps(answer))
+    seconds = 0.01
+    while not store.check(["terms"]):
+        time.sleep(seconds)
+        seconds = min(2 * seconds, 0.5)
+    answer = json.loads(store.get("terms"))
+    if "error" in answer:
+        raise on_all_ranks(*answer["error"])
+    return answer["terms"]
+
+
+def on_all_ranks(name: str, text: str, number: Optional[int]) -> PaddockError:
+    """Return the error of this class and text that all ranks raise."""
+    error = getattr(errors, name)(*text.split("\n"))
+    error.on_all_ranks, error.errno = True, number
+    return error
+
+
+def _init_process_group(ranks: Ranks, store: dist.Store, timeout_seconds: float) -> None:
+    is_cuda = ranks.device.type == "cuda"
+    with ExitStack() as stack, waiting():
+        for number in process.stop_signals():  # see _join_store
+            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
+        dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
+                                world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
+                                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:

@@ -1,5 +1,5 @@
-"""Values for unset settings, in order of precedence: from the run to resume, DEPTH, the start checkpoint, the
-stage, and finally the training data, once a run opens it.
+"""Values for unset settings, in order of precedence: from DEPTH, the start, the stage, the number of steps, and
+finally the training data, once its rows are counted.
 
 DEPTH sets the size of a pretraining run. It counts only the parameters of the blocks' matrices, because the
 vocabulary is unknown when settings are read. The batch does not depend on the number of ranks, so a run can
@@ -8,8 +8,7 @@ resume on a different number.
 
 import math
 import os
-import re
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -17,21 +16,12 @@ from typing import Any, Optional
 
 from common.files import read_json
 from common.remote import is_hub_name
-from config import MODEL_SETTINGS, START_FROM, Config, on_resume, rules
-from plan.names import validate
+from config import Config
+from plan.starts import Start
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 STATE = "trainer_state.json"  # in each checkpoint
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
-# Settings that apply to one start only: names, paths, hardware and measurements. The model's shape, which can
-# be set in several ways, comes with the checkpoint itself.
-FOR_ONE_START = {
-    "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "stop_step",
-    "epochs", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory", "debug",
-    "extensions", "profile_steps", "memory_snapshot", *MODEL_SETTINGS}
-# Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.
-SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}
-OF_A_RUN = {"random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *SIZES}
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}
@@ -47,104 +37,11 @@ ACTIVATIONS = 3e8  # most tokens x DIM x N_LAYERS in a micro-batch: 7 GiB in bf1
 MOST_ROWS = 256  # in a micro-batch
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
-    """Return a folder, followed by its checkpoints, newest first, if it belongs to a run."""
-    with suppress(OSError):  # the name is too long
-        return [folder, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
-    return [folder]
-
-
 def saved_settings(checkpoint: Path) -> dict[str, Any]:
     """Return the settings recorded in a checkpoint, without verifying it; empty if it cannot be read."""
     with suppress(*UNREADABLE):
         return {**read_json(checkpoint / STATE)["settings"]}
     return {}
-
-
-def run_to_resume(config: Config) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and the settings recorded in it, if any."""
-    if config.resume == "never" or config.resume == "auto" and config.run_name is None:
-        return Path(), {}
-    folder = Path(config.resume) if config.resume != "auto" else Path(config.output_dir) / config.run_name
-    checkpoint = next(filter(saved_settings, checkpoints_of(folder)), folder)
-    return checkpoint, saved_settings(checkpoint)
-
-
-def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[str],
-             stage_in_env: Optional[str]) -> set[str]:
-    """Return the given settings that yield to the record of the run to resume.
-
-    From `.env`, these are the ones that make another run, and those that conflict with the record; from the
-    preset that the run was started with, and from a `.env` of another stage, all that change the curve.
-    """
-    above_env, decided = given.keys() - in_env, set()
-    _, saved = run_to_resume(own := config.model_copy(update={"resume": "auto"}))
-    if "resume" in in_env and "run_name" in above_env and saved and (
-            config.resume != "never" or stage_in_env not in (None, saved.get("TRAINING_STAGE"))):
-        config, decided = own, {"resume"}
-    elif config.resume != "auto":
-        _, saved = run_to_resume(config)
-        above_env = given.keys() if "resume" in in_env else above_env
-    stage = saved.get("TRAINING_STAGE", config.training_stage)
-    if stage != config.training_stage and "training_stage" in above_env:
-        saved, stage = {}, config.training_stage  # another run, or a start from that checkpoint
-    is_of_other_stage = stage_in_env not in (None, stage)
-    if not saved and not is_of_other_stage:
-        return decided
-    record, _ = validate({name.lower(): (value, "") for name, value in saved.items()
-                          if name.lower() in Config.model_fields})
-    allowed = config.allow_resume_mismatch.upper().replace(" ", "").split(",")
-    now = with_all_rows(config)  # as the record, where MICRO_BATCH_SIZE=0 is the number of rows
-    changed = {name for name in given if name.upper() not in allowed
-               and getattr(record, name) != getattr(now, name)}
-    paths = {f"{stage}_data_path", "tokenizer_path", "teacher_model", *START_FROM}
-    of_preset = {name for name, (_, where) in given.items() if saved.get("PRESET") == config.preset
-                 and where.startswith(f"{PRESETS_DIR}{os.sep}")}
-
-    def is_decided(name: str) -> bool:
-        path, is_safe = getattr(record, name), on_resume(name) == "safe"
-        if name in paths and path and not os.path.exists(path):
-            is_there = os.path.exists(Path(config.output_dir) / path) or "/" in path and is_hub_name(path)
-            if name == f"{stage}_data_path" or not is_there:
-                return False  # it was moved; its content is compared later
-        whole = name in of_preset or is_of_other_stage and name in in_env
-        return whole and (not is_safe or name in ("epochs", "micro_batch_size", "stop_step")) or (
-            name in in_env and (name in OF_A_RUN | paths or on_resume(name) == "fixed"))
-
-    decided |= {name for name in changed if saved and is_decided(name)}
-    decided |= {name for name, other in (("epochs", "max_steps"), ("max_steps", "epochs"))
-                if name in in_env and other in above_env}
-    remaining = {name: getattr(config, name) for name in given if name not in decided}
-    conflicts = " ".join(rules(with_all_rows((record if saved else config).model_copy(update=remaining))))
-    return decided | {name for name in changed & in_env - (FOR_ONE_START - OF_A_RUN)
-                      if re.search(rf"\b{name.upper()}\b", conflicts)}
-
-
-def recorded_settings(config: Config, given: Mapping[str, tuple[Any, str]],
-                      ignored: Container[str] = ()) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and the settings that it keeps.
-
-    New defaults do not apply, nor do the `ignored` settings, which yielded to its record.
-    """
-    checkpoint, saved = run_to_resume(config)
-    if saved.get("TRAINING_STAGE") != config.training_stage and "training_stage" in given:
-        return Path(), {}
-    left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
-    if "depth" in given and config.depth != saved.get("DEPTH"):
-        same_stage = config.model_copy(update={"training_stage": saved.get("TRAINING_STAGE")})
-        left_out |= settings_of_depth(same_stage, ()).keys()
-    if config.resume != "auto" or any(name in given for name in START_FROM):
-        left_out |= {*START_FROM}
-    if type(steps := saved.get("MAX_STEPS")) is int:  # what followed from it follows from the new number
-        by_length = settings_of_length(steps, Config.model_fields)
-        left_out |= {name for name, every in by_length.items() if every == saved.get(name.upper())}
-    values = {name: saved.get(name.upper(), field.default) for name, field in Config.model_fields.items()
-              if name in ignored and (name not in FOR_ONE_START or name in MODEL_SETTINGS)
-              or name not in left_out and name not in given and name.upper() in saved}
-    valid, invalid = validate({name: (value, str(checkpoint)) for name, value in values.items()})
-    # Keep equal values unchanged, so that 600 is not recorded as 600.0.
-    return checkpoint, {name: value if value == getattr(valid, name) else getattr(valid, name)
-                        for name, value in values.items() if name not in invalid}
 
 
 def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
@@ -192,20 +89,18 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     return chosen
 
 
-def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]:
+def settings_of_start(config: Config, decided: Container[str], start: Start) -> dict[str, Any]:
     """Return the tokenizer of the prepared data or the start, and the start's row length if it is shorter."""
-    start, tokenizer, length = config.named_checkpoint, config.tokenizer_path, config.max_seq_len
-    candidates = [] if start is None else [Path(start), Path(config.output_dir) / start]
-    folders = [folder for place in candidates for folder in checkpoints_of(place)]
+    tokenizer, length = config.tokenizer_path, config.max_seq_len
+    folder = start.folder and Path(start.folder)
     if tokenizer is None:
-        beside = (str(folder) for folder in folders
-                  if any(os.path.isfile(folder / f"tokenizer.{form}") for form in ("json", "model")))
-        on_hub = [] if start is None or any(map(os.path.exists, candidates)) else [start.partition("@")[0]]
         of_data = (name for name, _ in data_manifests(config.data_path)
                    if os.path.exists(name) or is_hub_name(name))
-        tokenizer = next(chain(of_data, beside, on_hub), None)
-    if config.training_stage in EPOCHS and "max_seq_len" not in decided:
-        length = min(length, next(filter(None, map(trained_row_length, folders)), length))
+        has_own = folder and any((folder / f"tokenizer.{form}").is_file() for form in ("json", "model"))
+        of_start = [str(folder)] if has_own else [start.download.partition("@")[0]] if start.download else []
+        tokenizer = next(chain(of_data, of_start), None)
+    if config.training_stage in EPOCHS and "max_seq_len" not in decided and folder:
+        length = min(length, trained_row_length(folder) or length)
     chosen = {"tokenizer_path": tokenizer, "max_seq_len": length}
     return {name: value for name, value in chosen.items() if value != getattr(config, name)}
 
@@ -216,7 +111,7 @@ def huge_pages_pay(config: Config) -> bool:
     Other tensors reuse memory, which page alignment only fragments (docs/dev/log.md, 2026-11-26).
     """
     in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
-    return config.named_checkpoint is None and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)
+    return not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)
 
 
 def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:
@@ -240,7 +135,8 @@ def trained_row_length(model: Path) -> Optional[int]:
     return length if type(length) is int and length > 0 else None
 
 
-def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str, Any], list[str]]:
+def settings_of_stage(config: Config, decided: Container[str], start: Start
+                      ) -> tuple[dict[str, Any], list[str]]:
     """Return the values that the stage implies, and the names of settings that depend on data or hardware.
 
     Both exclude settings in `decided`. A batch that depends on the data is one row per rank until it is read.
@@ -248,13 +144,15 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
     is_tuning = config.training_stage in EPOCHS and not (
         config.random_init or config.distillation_enabled and config.training_stage != "grpo")
     rates = LORA_RATES if config.lora_enabled else RATES
-    chosen = {"learning_rate": rates[config.training_stage if is_tuning else "pretrain"]}
+    rate = rates[config.training_stage if is_tuning else "pretrain"]
+    if is_tuning and start.folder:  # narrow models get a higher rate
+        rate = float(f"{rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
+    chosen: dict[str, Any] = {"learning_rate": rate}
     deferred = ["compile"]
     if is_tuning or config.depth is None:
         deferred += ["total_batch_size", "micro_batch_size"]
     if is_tuning or config.epochs:
         deferred += ["warmup_steps"]
-    deferred += ["learning_rate"] * is_tuning  # narrow models get a higher rate once the shape is known
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
     has_epochs = config.epochs or "epochs" in chosen

@@ -15,7 +15,7 @@ from config import Config, extension_module
 class Extension:
     """What a run calls on every rank, of each extension in their order; `run_end` in the reverse order."""
 
-    def inputs(self, config: Config, inputs, ranks): return inputs  # at the start; perhaps with other rows
+    def inputs(self, config: Config, inputs, verify: str): return inputs  # no collective; perhaps other rows
     def run_start(self, run) -> None: ...  # the run's folder is open
     def step_begin(self, run) -> None: ...  # before the batches of step `run.progress.step` + 1 are read
     def phase(self, name: str) -> AbstractContextManager: return nullcontext()  # or "communication" in it

@@ -102,12 +102,6 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
                 folder.rmdir()
 
 
-def is_inside(folder: Path, run_dir: Path) -> bool:
-    """Return whether a folder is one of the run's checkpoints, which may be a link to another disk."""
-    parents = folder.resolve().parent, folder.absolute().parent.resolve()
-    return (run_dir / "checkpoints").resolve() in parents
-
-
 def numbered(path: Path) -> Iterator[Path]:
     """Yield the path, then the path with -2, -3, ... appended."""
     yield path

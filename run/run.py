@@ -35,6 +35,8 @@ from model_utils import device_name, saved_rows
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
+from plan.make import Plan
+from plan.starts import is_inside
 from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
@@ -91,6 +93,17 @@ class Inputs:
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
+
+
+def recorded_identity(inputs: Inputs, config: Config, plan: Optional[Plan], saved: Mapping[str, Any] = {}
+                      ) -> dict[str, Any]:
+    """Return what checkpoints record of a run's identities, to compare with those `saved` before."""
+    identity = inputs.identity(config, saved)
+    if plan and "teacher" in plan.identities:
+        identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
+    if plan and "reference_adapters" in plan.identities:
+        identity["REFERENCE_ADAPTERS"] = plan.identities["reference_adapters"]["sha256"]
+    return identity
 
 
 @dataclass
@@ -150,6 +163,7 @@ class Run:
     shard: Optional[RankShard] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
+    plan: Optional[Plan] = None  # none outside of training
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
 
     def __post_init__(self) -> None:
@@ -217,7 +231,7 @@ def start_writing(run: Run) -> None:
 
     This is the first write into the folder, once all checks of the start have passed.
     """
-    resumes = run.started_from is not None and run_folder.is_inside(run.started_from, run.folder)
+    resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
     def clear() -> None:
         with disk_errors(run.folder):
@@ -348,7 +362,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
 
     weights, moments = tensors_to_save(run)
-    state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
+    state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, config, run.plan),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
     if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:

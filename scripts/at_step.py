@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser, number
 from common.errors import local_path, run_script
 from common.text import command, show
-from plan.layers import find_run
+from plan.command_line import find_run
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import run_script
-from plan.layers import find_run
+from plan.command_line import find_run
 
 
 def main() -> None:

@@ -195,11 +195,11 @@ def check_settings() -> Iterator[Finding]:
         return
     try:
         from common.errors import SettingsError
-        from plan.layers import load_config
+        from plan.make import make_plan
     except ImportError:
         return
     try:
-        load_config(complete=False)
+        make_plan(complete=False)
         yield Finding(OK, ".env", "all settings are valid")
     except SettingsError as error:
         first, *others = str(error).splitlines()

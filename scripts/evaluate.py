@@ -196,7 +196,7 @@ def main() -> None:
         from extensions.inference.weights import find_model
         from model_utils import choose_dtype
         from parallel.ranks import RunContext, StopSignals, joined_ranks
-        from run.start import prepare_device
+        from run.facts import prepare_device
 
     *earlier, folder = map(find_model, args.model)
     config = settings_for(folder, flags, args.data)

@@ -114,9 +114,10 @@ def main() -> None:
     args = parse_args()
     from checkpoint.store import MANIFEST, OPTIMIZER, STATE, verify_model
     from extensions.inference.weights import find_model
-    from plan.layers import export, load_config
+    from plan.command_line import export
+    from plan.make import make_plan
 
-    export(load_config(complete=False))  # HF_TOKEN
+    export(make_plan(complete=False))  # HF_TOKEN
     folder = find_model(args.model)
     verify_model(folder)
     excluded = (MANIFEST, OPTIMIZER, STATE)

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import huggingface, model_json
-from checkpoint.model_json import read_model_json
-from checkpoint.peft import refuse_adapters
+from checkpoint.model_json import read_model_json, refuse_adapters
 from checkpoint.store import check_new
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
@@ -37,6 +36,7 @@ from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from extensions.inference.weights import find_model, publish_model
+from plan.identity import weights_sha256  # noqa: E402
 from scripts.convert_to_gguf import ARCHITECTURES, HALVES, gguf_name, import_gguf, rope_factors
 from tokenizer import BaseTokenizer, load_tokenizer, read_generation
 
@@ -195,7 +195,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         show(f"Dropping {dropped} at the end of the embedding, without a token.")
 
     def complete(folder: Path) -> None:
-        digest = huggingface.weights_sha256(huggingface.load_model_weights(folder))
+        digest = weights_sha256(folder)
         name, rest = hub_name_of(str(source)), "Its card describes the data."
         if inherited(source):
             rest = "The sections below are from its card."

@@ -47,7 +47,8 @@ from common.text import counted, print_safely, silence_unread_streams
 from config import Config
 from parallel import process
 from parallel.process import LOOPBACK, is_loopback, listen_at
-from plan.layers import exit_with, export, load_config, peek
+from plan.command_line import exit_with, export
+from plan.make import make_plan, peek
 from scripts.gpus import GpuRequest, take_gpus
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -123,7 +124,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 def check_settings(flags: list[str], world_size: int) -> Config:
     """Return the configuration of the ranks and export `.env`'s variables; exit if a setting is invalid."""
     try:
-        loaded = load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
+        loaded = make_plan(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
     except SettingsError as error:
         exit_with(error)
     export(loaded)

@@ -20,8 +20,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import torch
 
 from checkpoint import huggingface, model_json, store
-from checkpoint.model_json import read_model_config
-from checkpoint.peft import refuse_adapters
+from checkpoint.model_json import read_model_config, refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script

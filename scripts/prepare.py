@@ -37,9 +37,9 @@ def train_command(kind: str, folder: Path, used) -> str:
     from data_pipeline import mixture
     from data_pipeline.prepare import read_prepared
     from plan.derived import saved_settings
-    from plan.layers import load_config
+    from plan.make import make_plan
 
-    stage, loaded = STAGE_OF_KIND[kind], load_config(complete=False)
+    stage, loaded = STAGE_OF_KIND[kind], make_plan(complete=False)
     config = loaded.config
     place = Path(mixture.read_mixture(folder).sources[0].set) if mixture.is_mixture(folder) else folder
     splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))

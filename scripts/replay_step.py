@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from plan.layers import find_run, read_flags  # noqa: E402
+from plan.command_line import find_run  # noqa: E402
+from plan.layers import read_flags  # noqa: E402
 
 
 def main() -> None:

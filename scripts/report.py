@@ -25,7 +25,8 @@ from extensions.report.compare import by_configuration, results  # noqa: E402
 from extensions.report.curves import task_names  # noqa: E402
 from extensions.report.page import ASSETS, Report, render  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
-from plan.layers import find_run, load_config  # noqa: E402
+from plan.command_line import find_run  # noqa: E402
+from plan.make import make_plan  # noqa: E402
 
 
 def inches(text: str) -> float:
@@ -101,7 +102,7 @@ def main() -> None:
     if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    output = Path(load_config(complete=False).config.output_dir)
+    output = Path(make_plan(complete=False).config.output_dir)
     settings = sorted((path for path in (*output.glob("*/config.json"), *output.glob("*/*/config.json"))
                        if not any(path.parent.glob("*.safetensors"))),  # a model, such as runs/NAME/merged
                       key=os.path.getmtime, reverse=True)

@@ -35,7 +35,7 @@ from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import derived_card, write_card
 from extensions.inference.weights import find_model
-from plan.layers import load_config
+from plan.make import make_plan
 from scripts.prepare import free_run_name
 from tokenizer import load_tokenizer
 
@@ -138,7 +138,7 @@ def main() -> None:
     line = f"Generate text with it: {command('scripts/generate.py', output)}"
     if state:  # its record has the settings
         longer = max(state["settings"]["MAX_STEPS"], 2 * state["progress"]["step"])
-        name = free_run_name(output.name, load_config(complete=False).config)
+        name = free_run_name(output.name, make_plan(complete=False).config)
         flags = ("--run-name", name, "--resume", output, "--max-steps", str(longer))
         line = f"Train it: {command('scripts/run.py', *flags)}"
     show(f"The resized checkpoint is in {args.output}.{alone}", line)

@@ -34,7 +34,9 @@ from config import KIND_OF_STAGE, KINDS, Config  # noqa: E402
 from data_pipeline.shards import MANIFEST, MIXTURE  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from scripts.gpus import choose_gpus  # noqa: E402
-from plan.layers import exit_with, load_config, peek, read_flags  # noqa: E402
+from plan.command_line import exit_with  # noqa: E402
+from plan.layers import read_flags  # noqa: E402
+from plan.make import make_plan, peek  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
 CHECK_HELP = """Check settings, data, memory and time of a run, without training.
@@ -138,7 +140,7 @@ def main() -> None:
     is_plan = is_check and "device_memory" in values and not os.path.exists(path)  # it downloads no data
     to_prepare = preparing.source or preparing.mix or path and not is_plan and is_source(kind, path)
     try:
-        loaded = load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
+        loaded = make_plan([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
                              os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),
                              own_flags=(*vars(launching), *vars(preparing)))
     except SettingsError as error:

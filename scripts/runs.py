@@ -28,7 +28,7 @@ from common.text import PROGRAM, WIDTH, aligned, counted, show, show_part  # noq
 from config import START_FROM  # noqa: E402
 from extensions.report.data import RunReader, format_value  # noqa: E402
 from extensions.report.health import time_text  # noqa: E402
-from plan.layers import load_config  # noqa: E402
+from plan.make import make_plan  # noqa: E402
 
 LOCK = "run.lock"
 STARTS = (*(name.upper() for name in START_FROM), "TEACHER_MODEL")
@@ -177,7 +177,7 @@ def main() -> None:
                         help="folder that contains the runs (default: OUTPUT_DIR)")
     parser.add_argument("--clean", action="store_true", help="list what can be deleted, and ask to delete it")
     args = parser.parse_args()
-    output_dir = args.output_dir or Path(load_config(complete=False).config.output_dir)
+    output_dir = args.output_dir or Path(make_plan(complete=False).config.output_dir)
     runs = read_runs(output_dir) if os.path.isdir(output_dir) else []
     if not runs:
         return show(f"No runs in {output_dir}. To start one, run {PROGRAM} demo")

@@ -34,7 +34,8 @@ from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
 from extensions.report.compare import by_configuration, results  # noqa: E402
 from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
-from plan.layers import exit_with, load_config  # noqa: E402
+from plan.command_line import exit_with  # noqa: E402
+from plan.make import make_plan  # noqa: E402
 
 FAILED_ALONE = {1, 4, 6}  # exit codes after which the sweep continues: crash, non-finite loss, hang
 
@@ -70,7 +71,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 def list_trials(args: argparse.Namespace, flags: list[str]) -> tuple[Path, list[Trial]]:
     """Return the sweep's folder and its runs; exit if a setting is invalid."""
-    config = load_config(flags, complete=False).config
+    config = make_plan(flags, complete=False).config
     folder, trials, problems = Path(config.output_dir) / args.name, [], []
     for seed in range(config.seed, config.seed + args.seeds):
         for values in itertools.product(*(values for _, values in args.vary)):
@@ -80,7 +81,7 @@ def list_trials(args: argparse.Namespace, flags: list[str]) -> tuple[Path, list[
             trial = Trial(name, [*flags, *(f"--{setting.replace('_', '-')}={value}"
                                            for setting, value in chosen)])
             try:
-                settings = load_config(trial.flags).config
+                settings = make_plan(trial.flags).config
                 for setting in (*START_FROM, "teacher_model"):  # a run's name means one beside the sweep
                     if (named := getattr(settings, setting)) and (folder.parent / named).is_dir():
                         trial.flags.append(f"--{setting.replace('_', '-')}={folder.parent / named}")
@@ -193,7 +194,7 @@ def main() -> None:
 
     visible = os.environ.get(VISIBLE, "").split(",")
     gpus = [visible[place] if visible[0] else str(place) for place in range(torch.cuda.device_count())]
-    config = load_config(flags, complete=False).config
+    config = make_plan(flags, complete=False).config
     kind = KIND_OF_STAGE[config.training_stage]
     if (data := os.path.expanduser(config.data_path or "")) and is_source(kind, data):  # once for all runs
         prepared = prepare_from_flags(kind, [*flags, "--source", data])

@@ -35,7 +35,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Return a checkpoint itself, or all checkpoints of a run, oldest first."""
     if not folder.is_dir() and len(folder.parts) == 1 and not folder.name.startswith("step-"):
         with suppress(ImportError):  # a run's name needs the packages that read OUTPUT_DIR
-            from plan.layers import find_run
+            from plan.command_line import find_run
 
             folder = find_run(str(folder))
     if not folder.is_dir():

@@ -35,7 +35,8 @@ from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import command, last_line, show  # noqa: E402
 from config import Config  # noqa: E402
-from plan.layers import Settings, exit_with, export, load_config  # noqa: E402
+from plan.command_line import exit_with, export  # noqa: E402
+from plan.make import Plan, make_plan  # noqa: E402
 from run.log import CLOCKS  # noqa: E402
 
 STOP_SECONDS = 60  # time for a run to save and exit when this script is stopped
@@ -48,22 +49,18 @@ class Comparison(NamedTuple):
     text: str
 
 
-def find_first_step(config: Config, load: Callable[[list[str]], Settings]) -> tuple[dict[str, Any], int]:
+def find_first_step(config: Config, load: Callable[[list[str]], Plan]) -> tuple[dict[str, Any], int]:
     """Return the settings that start a new run from the given checkpoint, and that checkpoint's step."""
-    from parallel.ranks import Ranks
-    from run.start import find_start
-
     changes = {"RESUME": "auto"}
     if named := config.named_checkpoint:
         setting = "RESUME" if config.resume == named else config.start_setting
         # A bare name is a step of the user's run, so make it a path.
         folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-"))
         changes[setting] = str(folder.resolve())
-    changed = load([f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items()])
-    start = find_start(changed, None, Path(config.output_dir) / "verify-resume", Ranks())
-    if not start.is_own and config.start_step is not None:
+    changed = load(["--run-name=verify-resume", *(f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items())])
+    if not changed.start.is_own and config.start_step is not None:
         return changes, config.start_step
-    return changes, start.state["progress"]["step"] if start.state else 0
+    return changes, changed.start.step
 
 
 # ----------------------------------------------------------------------------------------------------- runs
@@ -271,9 +268,9 @@ def main() -> None:
                         help="number of ranks (default: %(default)s)")
     args, flags = parser.parse_known_args()
 
-    def load(more: list[str]) -> Settings:
+    def load(more: list[str]) -> Plan:
         environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.nproc_per_node)}
-        return load_config([*flags, *more], environ)
+        return make_plan([*flags, *more], environ)
 
     try:
         loaded = load([])

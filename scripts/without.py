@@ -20,7 +20,9 @@ from common.command_line import CommandParser, number
 from common.errors import SettingsError, local_path, run_script
 from common.text import show
 from extensions.settings import read_selectors, selector_of
-from plan.layers import find_run, read_flags, validate
+from plan.command_line import find_run
+from plan.layers import read_flags
+from plan.names import validate
 
 at_least_1 = number(int, "from 1 on", lambda value: value >= 1)
 at_least_2 = number(int, "from 2 on", lambda value: value >= 2)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -37,6 +38,8 @@ from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.fsdp import local_rows
 from parallel.ranks import Ranks
+from plan.command_line import plan_on_rank0
+from plan.make import make_plan
 from run import folder as run_folder
 from run.log import CLOCKS
 from run.run import Progress
@@ -544,6 +547,11 @@ def run_ranks(function: Callable, *arguments, world_size: int, folder: Path, env
     codes = job.wait()
     assert codes == [0] * world_size, f"exit codes {codes}\n{job.text()}"
     return job.text()
+
+
+def planned(argv: list[str]) -> tuple[Any, Callable]:
+    """The arguments of run.build.open_run for a command line."""
+    return plan_on_rank0(argv, ""), partial(make_plan, argv, None)
 
 
 def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None) -> int:

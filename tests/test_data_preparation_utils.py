@@ -29,7 +29,7 @@ from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_tok
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
-from plan.layers import load_config
+from plan.make import make_plan
 from scripts.prepare import train_command
 from tokenizer import load_tokenizer
 
@@ -387,7 +387,7 @@ def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, 
     line = train_command(kind, folder, used)
     assert ("MODEL" in unknown, "'a b'" in line) == (kind != "documents", kind != "documents") and "MODEL" not in line
     words = shlex.split(line)
-    loaded = load_config(words[words.index("--run-name"):], {})
+    loaded = make_plan(words[words.index("--run-name"):], {})
     config, row = loaded.config, 512 if name == "text" else 1024
     assert (config.data_path, config.tokenizer_path, config.run_name) == (str(folder), used.tokenizer_path, folder.name)
     assert config.max_seq_len == row or kind != "documents"

@@ -9,7 +9,7 @@ import torch._dynamo  # noqa: F401
 
 from config import Config
 from extensions.card import template
-from plan.layers import misspelled
+from plan.names import misspelled
 from run.extensions import load_extensions
 
 template()

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
-from common.errors import NonFiniteError, SettingsError
+from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.text import counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
@@ -32,10 +32,15 @@ from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.layers import Layer, Settings, read_config_file, validate
+from plan.layers import Layer, read_config_file
+from plan.make import Plan
+from plan.messages import notes_on_start
+from plan.names import validate
+from plan.starts import Asked, Known, Start, find_first
+from run.build import build
+from run.facts import find_base, open_inputs, prepare_device, with_identities, with_tokens
 from run.folder import RunFolder
 from run.run import Run, StepResult
-from run.start import build_run, find_base, find_start, prepare_device, read_inputs
 from run.step_log import median_and_deviation, rows_crc32
 from train import train_step
 
@@ -214,28 +219,44 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     """Return the run at the last verified checkpoint before the step, in this process alone."""
     device = prepare_device(config)
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
-    inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
-
-    # The newest verified checkpoint before the step, or what the run started from
-    folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
-    is_own, checkpoint = folder is not None, config.named_checkpoint
-    if not is_own and checkpoint is not None:
-        is_own = config.resume == checkpoint
-        later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
-        progress = store.read_state(later)["progress"] if later else {}
-        if progress.get("base") and not is_own:  # the same weights, wherever they are now
-            folder = find_base(config, progress, run_dir, messages.append)
-        else:
-            folder = store.locate(checkpoint, run_dir, messages.append, store.verify)
-    loaded = Settings(config, dict.fromkeys(Config.model_fields, str(run_dir)))
-    start = find_start(loaded, inputs, run_dir, ranks, (folder, is_own, messages))
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
-    for message in (*start.warnings, *start.notes):
+    opened = open_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), True, log.warn)
+    start = start_before(run_dir, config, step, log.warn)
+    plan = Plan(config, dict.fromkeys(Config.model_fields, str(run_dir)), start)
+    plan = with_tokens(with_identities(plan, opened.inputs, run_dir), opened.inputs)
+    for message in (*plan.warnings, *plan.notes, *notes_on_start(plan.start)):
         log.warn(message)
-    run = build_run(start, RunContext(ranks, StopSignals(), log), inputs, RunFolder(run_dir), for_replay=True)
+    run = build(plan, RunContext(ranks, StopSignals(), log), RunFolder(run_dir), opened, for_replay=True)
     if run.progress.step >= step:
         raise SettingsError(f"--step {step}: this run started with step {run.progress.step + 1}")
     return run
+
+
+def start_before(run_dir: Path, config: Config, step: int, warn: store.Warn) -> Start:
+    """Return the start from the newest verified checkpoint before the step, or from where the run started."""
+    folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
+    for message in messages:
+        warn(message)
+    if folder:
+        return Start("continue", str(folder), True, step=store.read_state(folder)["progress"]["step"])
+    if config.resume not in ("auto", "never"):
+        folder = store.locate(config.resume, run_dir, warn, store.verify)
+        return Start("continue", str(folder), False, config.resume, "resume")
+    later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
+    progress = store.read_state(later)["progress"] if later else {}
+    setting = config.start_settings[0] if config.start_settings else None
+    asked = Asked(config.model_copy(update={"run_name": run_dir.name, "output_dir": str(run_dir.parent)}),
+                  setting, frozenset(), frozenset())
+    try:
+        start = find_first(asked, Known(), warn)
+    except CheckpointError:
+        if not progress.get("base"):
+            raise
+        start = Start("from", "", False, asked.named, setting or "")
+    if start.kind == "from" and progress.get("base") and not start.has_adapters:  # wherever it is now
+        folder = str(find_base(config, progress, run_dir, warn))
+        start = start._replace(folder=folder, base=folder if config.lora_enabled else None)
+    return start
 
 
 # ------------------------------------------------------------------------------------------ the steps

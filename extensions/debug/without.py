@@ -37,7 +37,7 @@ from extensions.settings import Selector, read_selectors
 from learn.optim import learning_rate
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
-from run.start import read_inputs
+from run.facts import read_inputs
 
 # Arms keep their evaluations and checkpoints.
 UNWATCHED = {name: value for name, value in history.UNNEEDED.items()

@@ -27,8 +27,10 @@ from model import Linear, Transformer, padded
 from model_kernels.matmul import linear, pack
 from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta
 from parallel.fsdp import is_sharded
-from plan.layers import export, load_config
-from run.start import find_by_hash
+from plan.command_line import export
+from plan.identity import weights_sha256
+from plan.make import make_plan
+from run.facts import find_by_hash
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
@@ -39,7 +41,7 @@ def find_model(name: str) -> Path:
     """Resolve a script's model argument like a setting; print and return the folder."""
     run_dir = Path("-")
     if not os.path.exists(Path(name).expanduser()):
-        loaded = load_config(complete=False)
+        loaded = make_plan(complete=False)
         export(loaded)  # HF_TOKEN
         run_dir = Path(loaded.config.output_dir) / "-"
     folder = store.locate(name, run_dir)
@@ -106,7 +108,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     """
     extension_module("cpu_kernels")
     source = base or folder
-    peft.refuse_adapters(source)
+    model_json.refuse_adapters(source)
     config, tensors = read_model_config(source), huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
     place = folder if (folder / "tokenizer.json").is_file() else source
@@ -115,7 +117,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     ids = tokenizer.vocab_size
     if base:
         adapter = peft.load_adapter_folder(folder, config, padded(max(rows, ids)))
-        adapter.check_base(huggingface.weights_sha256(tensors), base)
+        adapter.check_base(weights_sha256(base), base)
         if adapter.base_sha256 is None:
             print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
         elif ids > rows:  # trained here, where new rows started like this

@@ -12,7 +12,7 @@ from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader, format_value
 from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t, read_item_scores
-from plan.layers import describe_settings
+from plan.command_line import describe_settings
 
 MOST_TESTED = 8  # runs in pairwise tests
 SEEDS = ("SEED", "DATA_SEED")

@@ -26,7 +26,7 @@ from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
 from extensions.report.paired import item_scores, trends
-from plan.layers import describe_settings
+from plan.command_line import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
 

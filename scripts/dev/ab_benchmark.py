@@ -33,7 +33,7 @@ from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import show  # noqa: E402
 from config import PLAIN_NAME  # noqa: E402
-from plan.layers import load_config  # noqa: E402
+from plan.make import make_plan  # noqa: E402
 
 METRIC = "hellaswag_acc"
 DRAWN = 100_000  # arrangements for a p-value
@@ -118,7 +118,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     own, flags = parse_args()
     flags = ["--preset=sample", *flags]
-    config = load_config(flags, complete=False).config
+    config = make_plan(flags, complete=False).config
     log = Path(config.output_dir) / "race" / "results.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

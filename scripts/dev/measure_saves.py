@@ -30,7 +30,7 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from parallel.ranks import start_ranks, stop_ranks
-from plan.layers import load_config
+from plan.make import make_plan
 from run.saving import PendingSave, RankShard
 
 GB = 1e9
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of processes that write (default: 1)")
     args, flags = parser.parse_known_args()
     others = start_others(args.ranks) if "RANK" not in os.environ and args.ranks > 1 else []
-    config, ranks = load_config(flags, complete=False).config, start_ranks("cpu", 600)
+    config, ranks = make_plan(flags, complete=False).config, start_ranks("cpu", 600)
     shapes = huggingface.parameter_shapes(config, args.vocab_size)
     buffer = torch.randn(max(map(math.prod, shapes.values())))
     tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}

@@ -20,7 +20,9 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, run_script  # noqa: E402
 from common.text import EXIT_UNREAD  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
-from plan.layers import describe_settings, read_preset, validate  # noqa: E402
+from plan.command_line import describe_settings  # noqa: E402
+from plan.layers import read_preset  # noqa: E402
+from plan.names import validate  # noqa: E402
 from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
 
 

@@ -39,7 +39,7 @@ OVER_GLOO = """import dataclasses, torch
 from parallel import ranks
 join = ranks._init_process_group
 cpu = torch.device("cpu")  # two ranks on one GPU need gloo, because nccl refuses them
-ranks._init_process_group = lambda each, seconds: join(dataclasses.replace(each, device=cpu), seconds)"""
+ranks._init_process_group = lambda each, *others: join(dataclasses.replace(each, device=cpu), *others)"""
 TRAIN = "import runpy, sys\nsys.argv[0] = 'train.py'\nrunpy.run_path('train.py', run_name='__main__')"
 
 

@@ -18,7 +18,7 @@ from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
 from data_preparation_utils import prepare_mixture, read_mix
 from dataloaders import MixedRows, Mixing, RowOrder, first_batches, open_rows
-from run.start import read_inputs
+from run.facts import read_inputs
 from tokenizer import load_tokenizer
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))

@@ -22,7 +22,8 @@ from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model
 from parallel.ranks import Ranks
-from plan.layers import load_config, read_flags
+from plan.layers import read_flags
+from plan.make import make_plan
 from tokenizer import load_tokenizer
 
 WIDE = {"MAX_SEQ_LEN": 256, "TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 4}  # several pairs in a row
@@ -32,7 +33,7 @@ def opened(stages: Stages, mode: str, **changes):
     """The settings, rows and tokenizer of a run of this mode."""
     settings = stages.settings(mode) if mode != "pretrain" else stages.prepared.settings()
     run = TinyRun(stages.prepared, stages.prepared.shards.parent, **settings | changes)
-    config = load_config(run.argv()).config
+    config = make_plan(run.argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path, "auto")
     return config, open_rows(config, "train", tokenizer, "never"), tokenizer
 

@@ -25,7 +25,7 @@ from extensions.report.paired import read_item_scores
 from learn.objectives import ORPO, NextToken
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.layers import load_config
+from plan.make import make_plan
 from tokenizer import load_tokenizer
 
 ROWS = 5
@@ -34,7 +34,7 @@ ROWS = 5
 @pytest.fixture
 def measured(whole):
     """A trained model, its tokenizer and its validation rows."""
-    config = load_config(whole.argv()).config
+    config = make_plan(whole.argv()).config
     model, tokenizer = load_model(whole.checkpoint(6))[0], load_tokenizer(config.tokenizer_path)
     return model, tokenizer, open_rows(config, "validation", tokenizer, "never")
 

@@ -17,7 +17,8 @@ from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
 from extensions.report.paired import read_item_scores, unpacked_bits
 from parallel.ranks import RunContext, StopSignals, joined_ranks
-from plan.layers import load_config, read_flags
+from plan.layers import read_flags
+from plan.make import make_plan
 from tokenizer import load_tokenizer
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,
@@ -110,7 +111,7 @@ def test_a_metric_that_is_no_number_or_cannot_be_imported_ends_the_run(metric, w
 @pytest.mark.parametrize("mode", ["sft", "orpo"])
 def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_asked_for(mode, stages, tmp_path):
     run = stages.run(mode, tmp_path, **GENERATION)
-    config = load_config(run.argv()).config
+    config = make_plan(run.argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path)
     chat_format, rows = load_chat_format(tokenizer), open_rows(config, "validation", tokenizer, "never")
     expected = set()

@@ -26,7 +26,7 @@ from learn.objectives import (
 from learn.teacher import HFTeacher, LlamaTeacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
-from run.start import logprobs_without_adapters
+from run.build import logprobs_without_adapters
 from tokenizer import load_tokenizer
 
 VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11

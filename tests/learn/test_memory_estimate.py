@@ -17,7 +17,8 @@ from extensions.forecast import GIB, forecast_memory, memory_advice
 from model import AttentionMeta, TransformerBlock
 from model_kernels import head, matmul
 from model_utils import DTYPES
-from plan.layers import PRESETS_DIR, load_config
+from plan.derived import PRESETS_DIR
+from plan.make import make_plan
 
 FULL = {"world_size": 8, "sharding": "full"}
 HYBRID = {"world_size": 8, "sharding": "hybrid", "shard_degree": 4}
@@ -107,12 +108,12 @@ TOO_LARGE = [
 @pytest.mark.parametrize("preset, changes, memory", TOO_LARGE)
 def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ({"preset": preset} | changes).items()]
-    config = load_config(flags, {}, complete=False).config
+    config = make_plan(flags, {}, complete=False).config
     known = (128_256, 2, "cuda")
     assert estimate_memory(config, *known).total > memory * 1e9
     proposed, forecast = re.fullmatch(r"It would fit with (.*) \(about ([\d.]+) GiB.*\)",
                                       memory_advice(config, int(memory * 1e9), *known)).groups()
-    better = load_config([*flags, *(f"--{part.lower().replace('_', '-')}" for part in proposed.split())], {}, complete=False).config
+    better = make_plan([*flags, *(f"--{part.lower().replace('_', '-')}" for part in proposed.split())], {}, complete=False).config
     total = estimate_memory(better, *known).total
     assert total <= memory * 1e9 and f"{total / GIB:.2f}" == forecast
     assert better.total_batch_size == config.total_batch_size
@@ -216,7 +217,7 @@ def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes,
 def test_the_comment_of_a_preset_agrees_with_the_forecast(preset):
     comment = preset.read_text().partition("\n")[0]
     ranks = "8" if "On 8 GPUs of 80 GB" in comment else "1"
-    config = load_config(["--preset", preset.stem, "--world-size", ranks], {}, complete=False).config
+    config = make_plan(["--preset", preset.stem, "--world-size", ranks], {}, complete=False).config
     forecast = estimate_memory(config, 128_256, 2).total
     assert forecast < 80e9 or "80 GB" not in comment
     assert f"bout {forecast / GIB:.0f} GiB a GPU" in comment

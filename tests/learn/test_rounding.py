@@ -16,7 +16,7 @@ from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of
 from learn.optim import Optimizer, clip_scale
 from model_utils import build_model
 from parallel.ranks import Ranks
-from plan.layers import load_config
+from plan.make import make_plan
 from run.run import Progress
 
 BF16 = {"WEIGHT_DTYPE": "bf16", "OPTIMIZER_DTYPE": "bf16"}
@@ -333,7 +333,7 @@ REFUSED = [
 def test_what_does_not_work_is_refused(settings, error, prepared):
     flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (prepared.settings() | settings).items()]
     with pytest.raises(Exception, match=re.escape(error)):
-        load_config(flags, {})
+        make_plan(flags, {})
 
 
 def test_an_unknown_optimizer_is_refused_by_name():

@@ -19,8 +19,8 @@ from checkpoint import model_json
 from common.errors import DataError, SettingsError
 from config import ModelConfig
 from extensions import forecast as check
-from plan.layers import load_config
-from run.start import read_inputs
+from plan.make import make_plan
+from run.facts import read_inputs
 from scripts.dev.write_docs import largest_that_fits
 from tokenizer import load_tokenizer
 
@@ -58,7 +58,7 @@ def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, 
     monkeypatch.chdir(tmp_path)
     checked = Checked(run := TinyRun(prepared, tmp_path / "runs"), capsys)
     assert (checked.code, checked.err) == (0, "") and checked.out.endswith("Ready to train.\n")
-    assert checked.lines[0][2] == f"{len(load_config(run.argv(), {}).sources)} set, all valid", "--check is none of them"
+    assert checked.lines[0][2] == f"{len(make_plan(run.argv(), {}).sources)} set, all valid", "--check is none of them"
     assert checked.marks() == dict.fromkeys(NAMES, "ok")
     assert list(tmp_path.iterdir()) == []
 
@@ -172,7 +172,7 @@ def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(s
 
 
 def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_seconds(prepared, tmp_path, monkeypatch):
-    config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
+    config = make_plan(TinyRun(prepared, tmp_path).argv(), {}).config
     inputs, taken, real = read_inputs(config, verify=False), [], check.train_step
     monkeypatch.setattr(check, "train_step", lambda run, reducer, batches, *others: (
         taken.append(len(batches)), real(run, reducer, batches, *others)))
@@ -185,7 +185,7 @@ def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_
 
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
-    fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
+    fits = make_plan(run.argv(MICRO_BATCH_SIZE=4), {}).config
     room = check.forecast_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
     monkeypatch.setattr(check.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
     assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
@@ -200,8 +200,8 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
     assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
-    size = check.plan_steps(load_config(TinyRun(prepared, tmp_path).argv(), {}).config, None, None, 300, None)[0].checkpoint_bytes
-    config = load_config(TinyRun(prepared, tmp_path).argv(SAVE_EVERY=1, KEEP_LAST=0), {}).config
+    size = check.plan_steps(make_plan(TinyRun(prepared, tmp_path).argv(), {}).config, None, None, 300, None)[0].checkpoint_bytes
+    config = make_plan(TinyRun(prepared, tmp_path).argv(SAVE_EVERY=1, KEEP_LAST=0), {}).config
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * size))
     with pytest.raises(SettingsError, match="keeping 6 checkpoints needs .* keep fewer .KEEP_LAST=0"):
         check.describe_disk(config, size)

@@ -22,7 +22,7 @@ from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
-from plan.layers import load_config
+from plan.make import make_plan
 from run import step_log
 from tokenizer import load_tokenizer
 
@@ -82,7 +82,7 @@ def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "its update is skipped" in printed.err and not run.lines("ledger")[14]["updated"]
     rates = run.column("learning_rate")
-    assert rates[20] > 1.1 * (planned := learning_rate(19, load_config(run.argv(LOSS_SPIKE_POLICY="skip"), {}).config))
+    assert rates[20] > 1.1 * (planned := learning_rate(19, make_plan(run.argv(LOSS_SPIKE_POLICY="skip"), {}).config))
     assert "Skipped: 1 of 20 steps changed no weights" in printed.out
     assert f"the last learning rate was {rates[20]:.3g}; without them it would be {planned:.3g}." in printed.out
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from config import Config, ModelConfig
 from model_utils import build_model, load_weights
 from parallel.ranks import start_ranks, stop_ranks
-from plan.layers import load_config
+from plan.make import make_plan
 from run import step_log
 from tokenizer import load_tokenizer
 
@@ -68,7 +68,7 @@ def test_swapped_values_change_the_checksum(kind, model):
 
 def print_checksums(settings: dict) -> int:
     ranks = start_ranks("cpu", 60)
-    model = build_model(load_config(argv_of(settings)).config, 200, ranks, torch.float32)
+    model = build_model(make_plan(argv_of(settings)).config, 200, ranks, torch.float32)
     print(f"rank {ranks.rank}:", checksums(model))
     stop_ranks()
     return 0

@@ -19,7 +19,7 @@ from model_kernels.head import ChunkedHead
 from model_utils import build_model
 from parallel.fsdp import is_divided, local_rows
 from parallel.ranks import start_ranks, stop_ranks
-from plan.layers import load_config
+from plan.make import make_plan
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}
 FEATURES = {**MODES, "pretrain": PRETRAIN,
@@ -203,7 +203,7 @@ def test_the_error_names_the_replica_that_drifts(tiny_run):
 def check_dtypes(argv: list[str]) -> None:
     """Sines, cosines and norms are computed in float32, all matrices gathered in bf16, and no longer than they are used."""
     ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.AttentionMeta.rotate, model.RMSNorm.forward
-    config, logprobs = load_config(argv).config, ChunkedHead.logprobs
+    config, logprobs = make_plan(argv).config, ChunkedHead.logprobs
 
     def rotary(self, x_BTNH):
         seen.add((x_BTNH.dtype, self.cos_BT1H.dtype, self.sin_BT1H.dtype, self.rotation_BT1H.dtype))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.errors import SettingsError
 from config import Config
 from plan.derived import settings_of_data, settings_of_depth
-from plan.layers import load_config
+from plan.make import make_plan
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 DEPTHS = range(1, 65)
@@ -23,7 +23,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def load(*flags, **environ):
-    return load_config(flags, DATA | environ)
+    return make_plan(flags, DATA | environ)
 
 
 def sized(depth: int, *flags, **environ) -> Config:

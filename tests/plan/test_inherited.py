@@ -7,8 +7,8 @@ import pytest
 
 from common.errors import SettingsError
 from config import Config
-from plan.derived import settings_of_data, settings_of_length
-from plan.layers import PRESETS_DIR, load_config, peek
+from plan.derived import PRESETS_DIR, settings_of_data, settings_of_length
+from plan.make import make_plan, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
@@ -23,7 +23,7 @@ def in_a_folder(tmp_path, monkeypatch):
 
 
 def load(*flags):
-    return load_config([*map(str, flags)], {})
+    return make_plan([*map(str, flags)], {})
 
 
 def save_state(step: int, **settings) -> None:
@@ -107,7 +107,7 @@ def test_a_record_beats_an_env_of_another_run_and_one_line_lists_what_is_ignored
     assert len(lines) == 1 and ignored in lines[0] and lines[0].startswith(("Ignored from .env, ", f"Ignored from {PRESETS_DIR}"))
     inputs = load("--run-name", "first", *flags, "--seed", 9)
     assert inputs.config.seed == 9 and "seed" in inputs.sources, "which is compared with the record"
-    by_environment = load_config(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
+    by_environment = make_plan(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
@@ -168,7 +168,7 @@ def test_the_batch_suits_the_data_and_the_ranks(stage, rows, ranks, batch_rows):
 
 def test_each_stage_starts_from_its_own_checkpoint():
     named = {"PRETRAIN_CHECKPOINT": "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
-    found = {stage: load_config([*flags, "--training-stage", stage], named).config.named_checkpoint
+    found = {stage: make_plan([*flags, "--training-stage", stage], named).config.named_checkpoint
              for stage, flags in (("pretrain", ["--pretrain-data-path", "set", "--tokenizer-path", "t"]), ("sft", SFT), ("dpo", DPO))}
     assert found == {"pretrain": "base", "sft": "base", "dpo": "chat"}
 

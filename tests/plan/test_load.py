@@ -29,18 +29,10 @@ from config import (
 )
 from extensions.settings import OnlineConfig
 from parallel.process import first_on_machine
-from plan.layers import (
-    PRESETS_DIR,
-    SEPARATORS,
-    describe_settings,
-    exit_with,
-    export,
-    find_run,
-    help_text,
-    load_config,
-    peek,
-    read_env_file,
-)
+from plan.command_line import describe_settings, exit_with, export, find_run, help_text
+from plan.derived import PRESETS_DIR
+from plan.layers import SEPARATORS, read_env_file
+from plan.make import make_plan, peek
 from plan.names import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +55,7 @@ def load(*flags, environ=None, env=None, config=None, **options):
     if config is not None:
         Path("run.json").write_text(config if isinstance(config, str) else json.dumps(config))
         flags = ("--config", "run.json", *flags)
-    return load_config(flags, {**DATA, **(environ or {})}, **options)
+    return make_plan(flags, {**DATA, **(environ or {})}, **options)
 
 
 def problems(*flags, **layers) -> list[str]:
@@ -210,7 +202,7 @@ def test_env_file_as_editors_and_shells_write_it():
     Path(".env").write_bytes("\ufeffexport MAX_STEPS=3\r\n# a comment\r\n\r\nRUN_NAME='a b'  \r\nOUTPUT_DIR=\"x y\" # why\r\n"
                              "SEED = 5 # a seed\r\nHELLASWAG_PATH=\r\nhellaswag_name=a#b\r\n"
                              "SFT_DATA_PATH=   # none yet\r\n".encode())
-    config = load_config([], {**DATA, "RUN_NAME": "run"}).config
+    config = make_plan([], {**DATA, "RUN_NAME": "run"}).config
     assert (config.max_steps, config.run_name, config.output_dir, config.seed) == (3, "run", "x y", 5)
     assert (config.hellaswag_path, config.hellaswag_name, config.sft_data_path) == (None, "a#b", None)
 
@@ -262,7 +254,7 @@ LIBRARY_KEYS = """
 def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
     Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
-    loaded = load_config([], {**os.environ, **DATA})
+    loaded = make_plan([], {**os.environ, **DATA})
     assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
     actual, reference = (note for note in loaded.notes if note.startswith("For the libraries"))
     assert "HF_HOME" in actual and "OMP_NUM_THREADS" not in actual and reference.endswith("overrides .env: OMP_NUM_THREADS")
@@ -279,7 +271,7 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
 def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(environ))
     Path(".env").write_text(env)
-    export(load_config([], {**os.environ, **DATA}))
+    export(make_plan([], {**os.environ, **DATA}))
     assert os.environ == ON_A_CPU | expected
 
 
@@ -318,7 +310,7 @@ def test_settings_from_the_environment_are_reported():
     assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
     assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
     Path(".env").unlink()
-    assert load_config(["--preset", "sample"], {}).notes == ("MAX_STEPS=300 sets VALIDATE_EVERY=20, SAMPLE_EVERY=100",)
+    assert make_plan(["--preset", "sample"], {}).notes == ("MAX_STEPS=300 sets VALIDATE_EVERY=20, SAMPLE_EVERY=100",)
 
 
 # Unknown names
@@ -489,9 +481,9 @@ def test_flags_that_cannot_be_used(flags, expected):
 
 
 def test_a_script_can_do_without_what_training_needs():
-    assert load_config([], {}, complete=False).config.tokenizer_path is None
+    assert make_plan([], {}, complete=False).config.tokenizer_path is None
     with pytest.raises(SettingsError, match="PRETRAIN_DATA_PATH is not set"):
-        load_config([], {})
+        make_plan([], {})
 
 
 # Rules between settings
@@ -595,7 +587,7 @@ def test_impossible_combinations_name_the_settings(flags, words):
 
 def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
     monkeypatch.setenv("HOME", "/of/mine")
-    config = load_config(["--output-dir=~/runs", "--resume=~/x"], {**DATA, "TOKENIZER_PATH": "~"}).config
+    config = make_plan(["--output-dir=~/runs", "--resume=~/x"], {**DATA, "TOKENIZER_PATH": "~"}).config
     assert (config.output_dir, config.resume, config.tokenizer_path) == ("/of/mine/runs", "/of/mine/x", "/of/mine")
 
 
@@ -740,7 +732,7 @@ everything = hypothesis_settings(max_examples=150)
 
 def loads_or_raises(*arguments):
     try:
-        config = load_config(*arguments).config
+        config = make_plan(*arguments).config
     except SettingsError as error:
         assert str(error)
     else:

@@ -8,7 +8,9 @@ import pytest
 from config import Config
 from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
 from learn.optim import learning_rate
-from plan.layers import PRESETS_DIR, peek, read_env_file
+from plan.derived import PRESETS_DIR
+from plan.layers import read_env_file
+from plan.make import peek
 from plan.names import ALIASES, OTHER_WAYS, validate
 from tests.plan.test_load import empty_folder, load, problems  # noqa: F401
 

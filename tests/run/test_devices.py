@@ -26,7 +26,7 @@ from model_kernels import attention, head, matmul
 from model_kernels.attention import choose_kernel
 from model_kernels.head import HeadGradients, slices
 from parallel.process import why_no_kernels
-from run.start import prepare_device
+from run.facts import prepare_device
 from scripts import doctor
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from extensions.card import (
 )
 from extensions.inference.weights import merge
 from extensions.report.console import trained_count
-from plan.layers import load_config
+from plan.make import make_plan
 
 
 def ledger_sha256(run, step: int) -> str:
@@ -61,7 +61,7 @@ def test_the_metadata_are_what_the_hub_reads(whole):
 def test_the_recipe_gives_the_same_settings(whole, tmp_path):
     file, section = tmp_path / "card.env", sections_of(read_card(whole.checkpoint(6)))["Make it again"]
     file.write_text(re.search(r"```\n(.*?)\n```", section, re.DOTALL)[1])
-    made = load_config(["--env-file", str(file)], {}, complete=False).config.public()
+    made = make_plan(["--env-file", str(file)], {}, complete=False).config.public()
     recorded = Config(**{name.lower(): value for name, value in store.read_state(whole.checkpoint(6))["settings"].items()}).public()
     places = {"PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH"}
     assert {name for name in recorded if recorded[name] != made[name]} - NOT_IN_RECIPE <= places

@@ -10,8 +10,8 @@ from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, p
 
 from checkpoint import store
 from common.errors import CheckpointError, DataError
+from run import build as run_build
 from run import folder as run_folder
-from run import start as run_start
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
     if "no room" in changes:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
     if "stale reference" in changes:
-        monkeypatch.setattr(run_start, "choose_objective", stale)
+        monkeypatch.setattr(run_build, "choose_objective", stale)
     if "in use" in changes:
         other = open(finished.folder / run_folder.LOCK, "w")
         run_folder.fcntl.flock(other, run_folder.fcntl.LOCK_EX)

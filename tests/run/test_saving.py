@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import UNMEASURED, assert_same_run, at_step, do_in_step, run_ranks, wait_until
+from factories import UNMEASURED, assert_same_run, at_step, do_in_step, planned, run_ranks, wait_until
 from safetensors.torch import load_file
 
 import train
@@ -22,9 +22,8 @@ from common.activity import ACTIVITY, tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
-from plan.layers import load_config
+from run import build as run_build
 from run import saving
-from run import start as run_start
 from run.run import finish_saving, save_checkpoint
 
 PATIENCE = 60
@@ -192,7 +191,7 @@ def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, w
 def save_and_look(argv: list[str]) -> None:
     """In a rank: what it keeps for a save, sends, and syncs, with and without memory for all."""
     ranks, synced, pieces = start_ranks("cpu", PATIENCE), [], []
-    run_start.joined_ranks = lambda *_: nullcontext(ranks)
+    run_build.meeting = lambda decide: nullcontext((ranks, ranks.broadcast(ranks.on_rank0(decide))))
     sync, send_rows = saving.sync, saving.send_rows
 
     def counted(*arguments):
@@ -202,7 +201,7 @@ def save_and_look(argv: list[str]) -> None:
 
     saving.sync, saving.send_rows = lambda path: (synced.append(path.name), sync(path)), counted
     saving.BLOCK_BYTES = 4_000
-    with run_start.open_run(load_config(argv)) as run:
+    with run_build.open_run(*planned(argv)) as run:
         save_checkpoint(run)
         finish_saving(run)
         share = run.shard

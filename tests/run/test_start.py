@@ -343,7 +343,7 @@ def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch)
     settings = trained()
     scaled = pytest.approx(recipe * 2048 / settings["DIM"], rel=0.05)
     assert settings["LEARNING_RATE"] == scaled
-    monkeypatch.setattr("run.start.RECIPE_WIDTH", settings["DIM"])
+    monkeypatch.setattr("plan.derived.RECIPE_WIDTH", settings["DIM"])
     assert trained(MAX_STEPS=2)["LEARNING_RATE"] == scaled, "a resumed run"
     assert trained(RUN_NAME="wide")["LEARNING_RATE"] == recipe
     assert trained(RUN_NAME="given", LEARNING_RATE=learning_rate)["LEARNING_RATE"] == learning_rate

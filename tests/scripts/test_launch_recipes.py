@@ -22,7 +22,7 @@ from factories import PATIENCE, wait_until
 
 from common import errors
 from parallel.process import EXIT_PREEMPTED
-from plan.layers import load_config
+from plan.make import make_plan
 from scripts import launch as launcher
 
 RECIPES = ROOT / "scripts" / "cluster"
@@ -56,7 +56,7 @@ def checked(monkeypatch, command: list[str], **settings: str) -> tuple[int, int,
     monkeypatch.setattr(sys, "argv", command[1:])
     args, flags = launcher.parse_args()
     assert args.max_restarts == 3
-    load_config(flags, {"WORLD_SIZE": "16", "RANK": "0", **settings})
+    make_plan(flags, {"WORLD_SIZE": "16", "RANK": "0", **settings})
     return args.nnodes, args.node_rank, args.master_addr, args.master_port
 
 

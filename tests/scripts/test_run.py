@@ -16,7 +16,7 @@ from factories import argv_of
 
 from common.errors import PaddockError
 from data_preparation_utils import is_source, prepare_from_flags
-from plan.layers import load_config
+from plan.make import make_plan
 
 ALONE = ["scripts/launch.py", "--nproc-per-node", "1", "--max-restarts", "3"]  # one rank, which is started again
 
@@ -62,7 +62,7 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
         env.write("PRETRAIN_DATA_PATH=corpus\n")
     command = project.command("--max-steps", "2")
     assert command[:7] == [*ALONE, "--max-steps", "2"]
-    config = load_config(command[5:]).config
+    config = make_plan(command[5:]).config
     folder = Path(config.pretrain_data_path)
     assert folder.parent == Path("data/pretrain") and config.max_steps == 2
     assert (folder / "train-00000.bin").read_bytes() == (prepared.shards / "train-00000.bin").read_bytes()

@@ -16,8 +16,8 @@ from factories import PATIENCE, TinyRun, main_with, start
 import train
 from checkpoint import store
 from learn import optim
+from run import build as run_build
 from run import run as run_module
-from run import start as run_start
 from scripts import verify_resume as script
 
 SCRIPT = "scripts/verify_resume.py"
@@ -125,14 +125,14 @@ def begin_anew() -> None:
 
 
 def forget_progress() -> None:
-    original = run_start.restore
+    original = run_build.restore
 
     def restore(*arguments):
         progress = original(*arguments)
         progress.tokens_seen = 0
         return progress
 
-    run_start.restore = restore
+    run_build.restore = restore
 
 
 def draw_random_numbers() -> None:

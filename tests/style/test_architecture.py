@@ -14,7 +14,7 @@ import pytest
 from commands import ROOT, tracked
 
 from config import START_FROM, Config
-from plan.layers import load_config
+from plan.make import make_plan
 from run.folder import RUN_FILES
 from scripts.dev import write_docs
 
@@ -228,7 +228,7 @@ def test_the_files_of_a_run_are_described():
 def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
     text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", write_docs.env_example(), flags=re.MULTILINE)
     (tmp_path / "all.env").write_text(text)
-    loaded = load_config(["--env-file", str(tmp_path / "all.env")], {}, complete=False)
+    loaded = make_plan(["--env-file", str(tmp_path / "all.env")], {}, complete=False)
     assert loaded.config == Config()
     assert len(re.findall(r"^[A-Z0-9_]+=", text, re.MULTILINE)) == len(Config.model_fields)
     assert json.dumps(loaded.config.public())

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from config import Config
-from plan.layers import describe_settings
+from plan.command_line import describe_settings
 from plan.names import known_form
 from scripts.main import ELSEWHERE
 

@@ -27,7 +27,7 @@ from bad_input_cases import (
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
 
 from common.errors import DataError, SettingsError
-from plan.layers import load_config
+from plan.make import make_plan
 from tokenizer import load_tokenizer
 
 PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"
@@ -146,11 +146,11 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
 def test_what_the_settings_advise_helps(values, setting, advice):
     values = {**GIVEN, **values}
     with pytest.raises(SettingsError) as refused:
-        load_config([], values)
+        make_plan([], values)
     messages = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
     assert len(messages) == 1, refused.value
     for value in messages[0].groups():
-        load_config([], {**values, setting: value.replace(" ", "") or "7"})
+        make_plan([], {**values, setting: value.replace(" ", "") or "7"})
 
 
 def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811

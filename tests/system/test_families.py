@@ -14,8 +14,8 @@ from learn.objectives import NextToken
 from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model
 from parallel.ranks import Ranks
-from plan.layers import load_config
-from run.start import read_inputs
+from plan.make import make_plan
+from run.facts import read_inputs
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 
@@ -59,7 +59,7 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
     parted = TinyRun(prepared, tmp_path / "parted", **settings)
     assert run.train() == parted.train(STOP_STEP=5) == 0 and parted.train() == 0
     assert_same_run(run, parted, STEPS, logs=("ledger",))
-    losses, expected = losses_of_transformers(load_config(run.argv(), {}).config, run.column("learning_rate"))
+    losses, expected = losses_of_transformers(make_plan(run.argv(), {}).config, run.column("learning_rate"))
     assert [*run.column("train_loss").values()] == pytest.approx(losses, rel=2e-5)
 
     folder = run.checkpoint(STEPS)
@@ -89,7 +89,7 @@ def test_every_stage_trains_a_family(family, stages, tmp_path):
     start = {**UNMEASURED, "MAX_STEPS": 2, "SAVE_EVERY": 0, "PRETRAIN_CHECKPOINT": base.checkpoint(1), "LORA_DROPOUT": 0.0}
     runs = {mode: stages.run(mode, tmp_path / mode, **start) for mode in ("sft", "dpo-live", "grpo", "lora-sft")}
     assert [run.train() for run in runs.values()] == [0] * 4
-    config = load_config(runs["sft"].argv(), {}).config
+    config = make_plan(runs["sft"].argv(), {}).config
     reference = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
     with read_inputs(config, verify=False).training_batches(config, Ranks(), NextToken(), 0) as steps, torch.no_grad():
         (batches, count), total = next(steps), 0.0

@@ -179,9 +179,9 @@ def prove_slic(*paths: Path) -> None:
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
 
     from learn.objectives import PREFERENCE_OBJECTIVES
-    from plan.layers import load_config
+    from plan.make import make_plan
 
-    config = load_config(["--preference-objective", "slic", "--slic-margin", "4"], {}, complete=False).config
+    config = make_plan(["--preference-objective", "slic", "--slic-margin", "4"], {}, complete=False).config
     batch, model, expected = pair_rows(11), model_of(0), 0.0
     theirs = SimpleNamespace(loss_type="hinge", beta=1 / 4, label_smoothing=0.0, alpha=0.0, accelerator=SimpleNamespace(device="cpu"))
     for documents in naive_logprobs(model, batch):

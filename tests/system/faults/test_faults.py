@@ -27,11 +27,11 @@ from evaluation import during_run
 from extensions import evaluate
 from extensions.guards import how_to_load
 from model_utils import build_model
+from run import facts as run_facts
 from run import log
-from run import start as run_start
 
 # When the signal arrives (module, function, number of the call), and the last step that is finished then.
-MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
+MOMENTS = {"start-up": (run_facts, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (during_run, "validation_loss", 3, 4),
            "HellaSwag": (during_run, "evaluate_batches", 2, 3), "samples": (evaluate, "generate", 1, 6),
            "save": (huggingface, "save_settings", 1, 3)}

@@ -304,8 +304,8 @@ def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
 def over_gloo() -> None:
     """Two ranks on one GPU, with gloo, because nccl refuses that. The watchdog starts as with nccl."""
     join = collectives._init_process_group
-    collectives._init_process_group = lambda ranks, seconds: join(
-        dataclasses.replace(ranks, device=torch.device("cpu")), seconds)
+    collectives._init_process_group = lambda ranks, *others: join(
+        dataclasses.replace(ranks, device=torch.device("cpu")), *others)
 
 
 def drifting() -> None:

@@ -35,15 +35,15 @@ from learn import optim
 from parallel import ranks
 from parallel.process import LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
 from plan import layers
+from run import facts as run_facts
 from run import run as run_module
-from run import start as run_start
 from scripts import launch as launcher
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
-MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+MOMENTS = {"start-up": (run_facts, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
            "save": (run_module, "tensors_to_save", 1, 3)}
 OF_RANK_0 = {"write": (huggingface, "save_settings", 1, 3)}

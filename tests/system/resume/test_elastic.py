@@ -7,14 +7,13 @@ from functools import cache, partial
 
 import faults
 import pytest
-from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, flip_bit, prepare, run_ranks
+from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, flip_bit, planned, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
 from checkpoint import store
 from parallel.ranks import start_ranks, stop_ranks
-from plan.layers import load_config
-from run import start as run_start
+from run import build as run_build
 from run.run import finish_saving, save_checkpoint
 
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
@@ -67,10 +66,10 @@ def saved(tmp_path_factory):
 def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
     """Load the checkpoint of each run with one layout after the other, and save it without a step, with and without threads."""
     ranks = start_ranks("cpu", 60)
-    run_start.joined_ranks = lambda *_: nullcontext(ranks)
+    run_build.meeting = lambda decide: nullcontext((ranks, ranks.broadcast(ranks.on_rank0(decide))))
     for argv in commands:
         for layout in layouts:
-            with run_start.open_run(load_config([*argv, *argv_of(layout)])) as run:
+            with run_build.open_run(*planned([*argv, *argv_of(layout)])) as run:
                 save_checkpoint(run, wait=True)
                 save_checkpoint(run)
                 finish_saving(run)
@@ -118,13 +117,13 @@ def test_each_rank_verifies_its_part_and_all_go_on_from_the_checkpoint_before(wh
 
 
 def list_parts() -> None:
-    original = run_start.examine
+    original = run_facts.examine
 
     def examine(folder, name, expected, part, parts):
         print(f"{name}, part {part} of {parts}", flush=True)
         return original(folder, name, expected, part, parts)
 
-    run_start.examine = examine
+    run_facts.examine = examine
 
 
 IN_THE_SECOND_SAVE = ("checkpoint.tensors", "block_rows", 100)  # in the middle of its tensors: each of two saves writes more than 60

@@ -6,10 +6,10 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from checkpoint.resume_rules import check_changes
 from common.errors import CheckpointError
 from config import Config, on_resume
 from extensions.settings import OnlineConfig
+from plan.resume_rules import check_changes
 from run.run import Inputs
 
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
@@ -100,7 +100,7 @@ def test_what_plays_no_part_is_not_compared():
     ({"LOSS_SPIKE_WINDOW": 128, "PREFETCH_STEPS": 2}, None), ({"LOSS_SPIKE_WINDOW": 16}, "LOSS_SPIKE_WINDOW=16 of the checkpoint's run is not"),
     ({"MY_EVERY": 3, "MY_NAME": "x"}, "Without extensions/, these settings of the checkpoint's run have no effect: MY_EVERY, MY_NAME")])
 def test_recorded_settings_that_no_longer_exist_are_reported_in_one_line(recorded, words, monkeypatch):
-    monkeypatch.setattr("checkpoint.resume_rules.EXTENSION_SECTIONS", {})
+    monkeypatch.setattr("plan.resume_rules.EXTENSION_SECTIONS", {})
     state = {"settings": Config().public() | recorded, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     warnings = check_changes(state, Config(), identity(Config(), "data", "tokenizer"), CHECKPOINT).warnings
     assert len(warnings) == (words is not None) and (not words or warnings[0].startswith(words))

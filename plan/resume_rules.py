@@ -1,7 +1,6 @@
 """Compare the settings of a checkpoint with those of the run that resumes from it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
@@ -20,20 +19,20 @@ class Changes(NamedTuple):
     warnings: list[str]
 
 
-def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mapping[str, Any], folder: Path,
-                  is_own: bool = True, sources: Mapping[str, str] = {}) -> Changes:
-    """Compare a run's settings and inputs with those of the checkpoint.
+def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]) -> Changes:
+    """Compare the settings and inputs of a plan that continues with those of its checkpoint.
 
     Args:
         state: the checkpoint's trainer state, with `settings`, `identity` and `world_size`.
-        now_identity: the current `run.Inputs.identity`.
-        is_own: the checkpoint was written by this run.
-        sources: the source of each explicit setting.
+        now_identity: the current `run.recorded_identity`.
     """
+    config, sources, start = plan.config, plan.sources, plan.start
     now = config.public() | now_identity
     # A setting that was not recorded, as of an extension that was not there, had its default.
     defaults = {name.upper(): field.default for name, field in Config.model_fields.items()}
     before = defaults | state["settings"] | state["identity"]
+    not_recorded = sorted(now_identity.keys() - state["identity"].keys())
+    before |= {name: now[name] for name in not_recorded}
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
     # Settings of features that are off are not compared.
@@ -43,7 +42,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     changed: dict[str, list[str]] = {"safe": [], "curve": [], "fixed": []}
     for name in sorted(now):
         if before[name] != now[name] and name.lower() not in unused and name not in SILENT:
-            changed["fixed" if name in fixed else on_resume(name.lower())].append(name)
+            kind = "fixed" if name in fixed else on_resume(name.lower())
+            changed["safe" if kind == "content" else kind].append(name)
 
     def differences(names: list[str]) -> str:
         places = {name: f" ({sources[name.lower()]})" for name in names if name.lower() in sources}
@@ -58,8 +58,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:
-        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, config, folder, is_own)
-        raise CheckpointError(f"{folder} belongs to a different run: {differences(refused)}. {remedies}")
+        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, plan)
+        raise CheckpointError(f"{start.folder} belongs to a different run: {differences(refused)}. {remedies}")
     titles = {"safe": "Changed since the checkpoint, safe",
               "curve": "changed since the checkpoint, and changes the curve",
               "fixed": "different from the checkpoint, as ALLOW_RESUME_MISMATCH permits"}
@@ -68,6 +68,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     warnings = [*texts.values()]
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
+    if not_recorded:
+        notes.append(f"The checkpoint, of an older version, does not say what {' and '.join(not_recorded)} was")
     unknown = sorted(before.keys() - now.keys() - {name.upper() for name in DROPPED})
     if unknown and not EXTENSION_SECTIONS:
         warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "
@@ -96,16 +98,11 @@ def assignments(values: Mapping[str, Any]) -> str:
     return f"set {' '.join(pairs)}" if values else ""
 
 
-def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config, folder: Path,
-             is_own: bool) -> str:
-    """Return the remedies that work for changed fixed settings.
-
-    Args:
-        before: their values in the checkpoint.
-        is_own: the checkpoint was written by this run.
-    """
+def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any) -> str:
+    """Return the remedies that work for changed fixed settings, with their values in the checkpoint."""
     # Restore the settings, or start another run, without or with the checkpoint's weights.
-    files = [name for name in before if name.endswith("_PATH")]
+    config, start = plan.config, plan.start
+    files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
     restore = (assignments({name: value for name, value in before.items() if name not in files}),
                f"restore what {' and '.join(files)} named" if files else "")
     ways = [" and ".join(filter(None, restore))]
@@ -113,12 +110,13 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
-    if is_own and config.resume != config.named_checkpoint and can_begin:
+    if start.is_own and start.setting != "resume" and can_begin:
         ways.append(f"start a new run with another RUN_NAME{', with --reset-optimizer' if named else ''}")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
-        flags = f"--{(named or START_FROM)[0].replace('_', '-')} {folder} --reset-optimizer"
+        flags = f"--{(named or START_FROM)[0].replace('_', '-')} {start.folder} --reset-optimizer"
+        is_other = start.is_own or start.setting == "resume"
         ways.append("load only its weights with "
-                    f"{f'--run-name NAME --resume auto {flags}' if is_own else flags}")
+                    f"{f'--run-name NAME --resume auto {flags}' if is_other else flags}")
 
     # Accept the change.
     if fits and not any(map(cannot_be_allowed, before)):

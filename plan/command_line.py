@@ -1,0 +1,143 @@
+"""Settings on the command line: --help, a run's folder by its name, and errors that end the process."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
+
+from common.command_line import VERSION, filled
+from common.errors import PaddockError, SettingsError
+from common.text import counted, exit_if_unread, print_safely, show
+from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
+from parallel.process import configure_allocator, first_on_machine
+from plan import derived
+from plan.derived import PRESETS_DIR
+from plan.layers import read_env_file, read_flags
+from plan.make import Plan, make_plan
+
+Planned = Plan | PaddockError | None  # what make_plan returned or raised on rank 0; None elsewhere
+
+
+class SettingLine(NamedTuple):
+    """A setting as in --help and docs/settings.md."""
+
+    section: str  # of the core, or the extension
+    name: str
+    default: str  # empty: none
+    meaning: str
+    on_resume: str  # safe | curve | fixed
+
+
+def describe_settings() -> Iterator[SettingLine]:
+    """Yield every setting, those of the core first."""
+    titles = {section.__name__.removesuffix("Config"): section for section in CORE_SECTIONS}
+    titles |= {f"Extension {name}": section for name, section in EXTENSION_SECTIONS.items()}
+    for title, section in titles.items():
+        for name, info in section.model_fields.items():
+            default = "" if info.default is None else str(info.default)
+            default = default.lower() if isinstance(info.default, bool) else default
+            choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+            meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
+            yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
+
+
+def help_text(usage: str) -> str:
+    """Return the text of --help: every setting with its default and meaning."""
+    lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
+             *filled("Priority: defaults < .env < preset < --config < environment < flags. A preset named in "
+                     ".env has lower priority than .env. The flag for MAX_STEPS is --max-steps. Variables of "
+                     "libraries (HF_TOKEN, WANDB_API_KEY, NCCL_DEBUG, ...) may be in .env too."), ""]
+
+    def add(flag: str, meaning: str) -> None:
+        lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
+
+    presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
+    add("--config FILE", "read settings from a JSON or YAML file (.yaml), flat or in sections")
+    add("--env-file FILE", "read this file instead of .env")
+    add("--check", "check settings, data, memory and time without training; exit with 0 if a run would start")
+    add("--version", "show the version and exit")
+    for section, settings in groupby(describe_settings(), key=lambda line: line.section):
+        lines += ["", section]
+        for _, name, default, meaning, _ in settings:
+            known = f": {presets}" if name == "PRESET" else ""
+            add(f"--{name.lower().replace('_', '-')}",
+                f"{meaning}{known} [{default.replace(',', ', ') or 'none'}]")
+    return "\n".join(lines)
+
+
+def find_run(name: str) -> Path:
+    """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
+    path = Path(name).expanduser()
+    if not os.path.exists(path):
+        inside = Path(make_plan(complete=False).config.output_dir) / path
+        path = inside if os.path.exists(inside) else path
+    if re.fullmatch(r"step-\d+", path.name):
+        path = path.parent
+    return path.parent if path.name == "checkpoints" else path
+
+
+def plan_or_exit(argv: Sequence[str], usage: str) -> Plan:
+    """Return the plan and export `.env`'s variables; exits after --help, --version and errors."""
+    exit_after_help(argv, usage)
+    try:
+        plan = make_plan(argv)
+    except PaddockError as error:
+        exit_with(error)
+    export(plan)
+    return plan
+
+
+def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
+    """Return the plan, or its error if the other ranks must learn of it; None on other ranks than 0.
+
+    Exits after --help, --version and, in a single process, errors.
+    """
+    exit_after_help(argv, usage)
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not is_alone and os.environ.get("RANK", "0") != "0":
+        env_file = Path(read_flags(argv).env_file or ".env")
+        set_variables(read_env_file(env_file, os.environ).exports if env_file.is_file() else {})
+        return None
+    try:
+        plan = make_plan(argv)
+    except PaddockError as error:
+        if is_alone:
+            exit_with(error)
+        return error
+    export(plan)
+    return plan
+
+
+def exit_after_help(argv: Sequence[str], usage: str) -> None:
+    """Print --help or --version, and exit, if the command line asks for one."""
+    if {"--help", "-h", "--version"} & set(argv):
+        with first_on_machine() as first, exit_if_unread():
+            if first:
+                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
+        raise SystemExit(0)
+
+
+def exit_with(error: PaddockError) -> NoReturn:
+    """Print the errors, once per machine, and exit with the error's code."""
+    lines = str(error).splitlines()
+    with first_on_machine() as first:
+        if first:
+            is_list = isinstance(error, SettingsError)
+            title = [f"{counted(len(lines), 'error')} in the settings:"] if is_list else []
+            lines = lines if is_list else [f"error: {error}"]
+            print_safely("\n  ".join([*title, *lines]), sys.stderr)
+    raise SystemExit(error.exit_code)
+
+
+def export(plan: Plan) -> None:
+    """Export `.env`'s library variables, before the libraries are imported."""
+    set_variables(plan.exports, derived.huge_pages_pay(plan.config))
+
+
+def set_variables(exports: Mapping[str, str], huge_pages: bool = False) -> None:
+    for name, value in exports.items():
+        os.environ.setdefault(name, value)
+    configure_allocator(huge_pages)

@@ -1,0 +1,128 @@
+"""What a plan prints: where its settings come from, what they mean, and what is probably a mistake."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from common.text import command, without_passwords
+from config import (
+    EXTENSION_SECTIONS,
+    KIND_OF_STAGE,
+    SECTIONS,
+    Config,
+    on_resume,
+)
+from plan.derived import PRESETS_DIR
+from plan.layers import Layer, Values, exported
+from plan.names import misspelled, shortened
+from plan.starts import Start
+
+
+def assigned(values: Mapping[str, Any]) -> str:
+    """Return the values that differ from the defaults as NAME=value, NAME=value."""
+    return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
+                     for name, value in values.items() if value != Config.model_fields[name].default)
+
+
+def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the settings that a preset overrides or the environment sets, and the libraries' variables."""
+    overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
+                  if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
+    if overridden:
+        yield f"From the preset, which overrides .env: {', '.join(overridden)}"
+    in_environment = [f"{name.upper()}={shortened(without_passwords(value))}"
+                      for name, (value, where) in given.items()
+                      if where == "environment" and name != "world_size"]  # set by torchrun
+    if in_environment:
+        yield f"From the environment: {', '.join(in_environment)}"
+    for where, same in ((".env", True), ("the environment, which overrides .env", False)):
+        names = [name for name, value in exported(layer for layer in layers if layer.is_env).items()
+                 if (environ.get(name, value) == value) is same]
+        if names:
+            yield f"For the libraries, from {where}: {', '.join(names)}"
+
+
+def notes_on_start(start: Start) -> Iterator[str]:
+    if start.continues:
+        where = f" of {start.folder}" if not start.is_own else ""
+        yield f"resuming after step {start.step}{where}"
+    elif start.folder:
+        yield f"weights from {start.folder}; optimizer, schedule and step restart"
+
+
+def notes_on_names(layers: Sequence[Layer], given: Values) -> Iterator[str]:
+    """Yield what names of other trainers were taken for."""
+    for layer in layers:
+        for name, text in layer.notes.items():
+            if name not in Config.model_fields or name in given and given[name] is layer.values.get(name):
+                yield text
+            elif name in given:
+                yield f"{text}, replaced by {shortened(str(given[name][0]))} ({given[name][1]})"
+
+
+def both_lengths(given: Values) -> Iterator[str]:
+    if {"epochs", "max_steps"} <= given.keys():
+        yield f"EPOCHS={given['epochs'][0]} and MAX_STEPS={given['max_steps'][0]} are both set; keep one"
+
+
+def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred: Iterable) -> Iterator[str]:
+    """Yield warnings of settings that are probably not what the user meant."""
+    yield from (f"environment: {key} is not a setting; did you mean {guess.upper()}?"
+                for key in environ if (guess := misspelled(key)) is not None)
+    if 0 < config.max_steps < config.warmup_steps and "warmup_steps" not in deferred:
+        yield (f"WARMUP_STEPS={config.warmup_steps} exceeds MAX_STEPS={config.max_steps}, so the rate never "
+               "reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
+    for feature in ("lora", "distillation"):
+        yield from without_switch(config, layers, f"{feature}_", f"{feature}_enabled")
+    # `.env` serves all stages, but a flag is for this run.
+    for stage in filter(config.training_stage.__ne__, KIND_OF_STAGE):
+        at_stage = config.model_copy(update={"training_stage": stage})
+        owned = [name for section in SECTIONS if section.is_used(at_stage) > section.is_used(config)
+                 for name in section.model_fields]
+        if idle := [name.upper() for name in layers[-1].values if name in (*owned, f"{stage}_data_path")]:
+            yield (f"command line: TRAINING_STAGE={config.training_stage} ignores settings of {stage}: "
+                   f"{', '.join(idle)}; remove these flags, or set that stage")
+    if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
+        yield f"Without extensions/, these names are not settings: {', '.join(unused)}"
+
+
+def without_switch(config: Config, layers: Sequence[Layer], prefix: str, switch: str) -> Iterator[str]:
+    """Yield a message if settings have no effect, unless their feature was switched off deliberately."""
+    last = {name: index for index, layer in enumerate(layers) for name in layer.values}
+    idle = [name for name, value in config if name.startswith(prefix) and value is not None
+            and last.get(switch, -1) < last.get(name, -1)]
+    if idle and not getattr(config, switch):
+        value, where = layers[last[idle[0]]].values[idle[0]]
+        yield (f"{where}: {idle[0].upper()}={shortened(str(value))} has no effect without "
+               f"{switch.upper()}=true; set that too, or {switch.upper()}=false to train without it")
+
+
+def without_extension(config: Config, given: Values) -> Iterator[str]:
+    """Yield an error for the settings of each extension that EXTENSIONS leaves out.
+
+    That is a fixed setting with another value than the default, or one that the user sets, unless it is off.
+    """
+    for extension, section in EXTENSION_SECTIONS.items():
+        ignored = []
+        for name, info in section.model_fields.items():
+            value, (_, where) = getattr(config, name), given.get(name, ("", ""))
+            is_own = where and not where.startswith(str(PRESETS_DIR))
+            if value and (value != info.default if on_resume(name) == "fixed" else is_own):
+                shown = "true" if value is True else shortened(str(value))
+                ignored.append(f"{name.upper()}={shown}" + f" ({where})" * bool(where))
+        if ignored and section.is_used(config) and extension not in config.extension_names:
+            listed = ",".join([*config.extension_names, extension])
+            yield (f"{', '.join(ignored)} need{'s' * (len(ignored) == 1)} {extension} in EXTENSIONS; add it "
+                   f"(EXTENSIONS={listed}), or remove {'it' if len(ignored) == 1 else 'them'}")
+
+
+def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:
+    """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
+    if "RANK" not in environ:
+        if config.world_size > 1 and not check:
+            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use "
+                   f"{command('scripts/launch.py', '--nproc-per-node', str(config.world_size))} (or torchrun)"
+                   ", or remove it")
+    elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
+        yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
+    elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
+        yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; remove it"

@@ -1,0 +1,355 @@
+"""`build` constructs the run that a plan describes, on every rank; it decides nothing.
+
+`open_run` is the start: rank 0 completes the plan (facts.py), the others get it, and all build. Training,
+replay and --check share these functions. Only the lock is written into the run's folder.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+import dataloaders
+import lora
+import model_utils
+from checkpoint import peft, store
+from checkpoint.manifest import MANIFEST
+from checkpoint.tensors import read_optimizer
+from common.activity import ACTIVITY
+from common.errors import CheckpointError, DataError, PaddockError, SettingsError
+from config import Config, extension_module
+from learn import objectives
+from learn.optim import Optimizer
+from learn.reference_cache import OutputStore, with_reference
+from learn.teacher import Teacher, load_teacher
+from model import Transformer, evaluation_mode, padded
+from model_kernels.attention import choose_kernel
+from model_kernels.head import choose_head_chunk
+from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, meeting
+from plan.identity import differences, model_identity, weights_sha256
+from plan.make import Plan
+from plan.starts import is_inside, started_from
+from run.facts import (
+    Opened,
+    Remake,
+    decide,
+    find_base,
+    identity_of_data,
+    open_inputs,
+    prepare_device,
+    provide_sample,
+)
+from run.folder import RunFolder
+from run.log import RunLog
+from run.run import Inputs, Progress, Run, trained_bytes
+from tokenizer import SUPPRESSED
+
+
+class Base(NamedTuple):
+    """The model that a run started from: the base of its adapters, the reference for preferences."""
+
+    find: Callable[[], Path]  # on rank 0
+    sha256: Optional[str] = None  # of its weights
+    layers: Optional[int] = None
+    adapters: Mapping[str, str] = {}  # folder and hash of those with which the run started
+
+
+@contextmanager
+@collective
+def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator[Run]:
+    """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal.
+
+    `planned` is what make_plan returned or raised on rank 0; it is not used on other ranks.
+    """
+    extension_module("hang_report")  # before there can be a hang
+    opened: list[Opened] = []
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+
+        def decide_here() -> dict[str, Any]:
+            if not isinstance(planned, Plan):
+                raise planned
+            plan, folder, ours = decide(planned, remake, stack)
+            opened.append(ours)
+            return {"plan": plan.to_json(), "folder": str(folder.path),
+                    "device": prepare_device(plan.config).type, "timeout": plan.config.distributed_timeout}
+
+        ranks, decision = stack.enter_context(meeting(decide_here))
+        plan = Plan.from_json(decision["plan"])
+        folder = RunFolder(Path(decision["folder"]))
+        ACTIVITY.stacks_folder = folder.path / "log"
+        log = RunLog(plan.config, ranks.rank, ranks.device.type)
+        stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
+        for message in plan.warnings:
+            log.warn(message)
+        for message in plan.notes:
+            log.info(message)
+        context = RunContext(ranks, signals, log)
+        if ranks.local_rank == 0 and not ranks.is_rank0:
+            provide_sample(plan.config)
+        try:
+            run = build(plan, context, folder, opened[0] if opened else None)
+            for extension in run.extensions:
+                stack.push(lambda _, error, trace, each=extension: each.run_end(run, error))
+            context.leave_if_stopped()
+        except Interrupted:
+            log.info("Stopped by a signal before the first step; nothing was changed.")
+            raise
+        stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
+        yield run
+
+
+@collective
+def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[Opened] = None,
+          for_replay: bool = False) -> Run:
+    """Return the run of a plan in memory. All errors of the ranks meet in one agreement.
+
+    Args:
+        opened: the inputs, on a rank that has opened them.
+        for_replay: the run is never saved, and its weights may not be finite.
+    """
+    config, start, ranks = plan.config, plan.start, context.ranks
+    if ranks.device.type != "cpu":
+        prepare_device(config)
+    mesh = model_utils.make_mesh(config, ranks)
+
+    def construct() -> Run:
+        inputs, extensions = opened or open_on_this_machine(plan, ranks, context.log.warn)
+        inputs.tokenizer.generation = dict(plan.generation)
+        dtype = model_utils.choose_dtype(config, ranks.device.type)
+        for purpose in ("documents" if config.document_mask else "causal", "mask"):
+            choose_kernel(purpose, config, ranks.device, dtype)  # refuse a kernel before anything is written
+        if config.lora_enabled:
+            model = build_with_adapters(plan, inputs, dtype, ranks, mesh)
+        else:
+            model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype, mesh)
+            if start.folder is not None:
+                finite = not (for_replay and start.continues)
+                model_utils.load_weights(Path(start.folder), model, finite, start.layers)
+        model.suppress(inputs.tokenizer.generation.get(SUPPRESSED, ()))
+        if config.train_only:
+            trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".".join(name.split(".")[:2]) in trained)
+        optimizer = Optimizer(model, config, ranks)
+        scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
+        state = start.state
+        progress = restore(plan, state, folder.path, model, optimizer, scaler)
+        for each in extensions:
+            each.load_state_dict(state.get("extensions", {}).get(type(each).__name__, {}))
+        if ranks.is_rank0 and not for_replay and progress.step < config.max_steps:
+            size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
+            store.check_room(folder.path / "checkpoints", 3 * size, 2 * size)
+        return Run(config, context, inputs, folder, model, optimizer, scaler, progress, objectives.NextToken(),
+                   start.folder and Path(start.folder), extensions=() if for_replay else extensions,
+                   plan=plan)
+
+    run = ranks.raise_on_all(construct)
+    teacher = None
+    if "teacher" in plan.identities:
+        place = Path(plan.identities["teacher"]["folder"])
+        teacher = load_teacher(place, config, run.inputs.tokenizer.vocab_size, ranks)
+    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base_of(run), context, teacher)
+    if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
+        context.log.warn(f"no torch.compile: {reason}")
+    choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
+    return run
+
+
+def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> Opened:
+    """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
+    verifies = ranks.local_rank == 0
+    opened, here = open_inputs(plan.config, verifies, warn), socket.gethostname()
+    if other := differences(plan.identities["data"], identity_of_data(plan.config, opened.inputs)):
+        raise DataError(f"{here}: {plan.config.data_path} is not the data of the first machine (other "
+                        f"{', '.join(other)}); copy it to this machine")
+    if verifies and plan.start.folder:
+        folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
+        if (folder / MANIFEST).exists():
+            store.verify(folder, lambda state: plan.start.continues)
+        if expected and differences(expected, identity_of_start(folder)):
+            raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy it to "
+                                  "this machine")
+    return opened
+
+
+def identity_of_start(folder: Path) -> dict[str, str]:
+    """Return the identity of a checkpoint by its manifest, or of a model by its weights."""
+    if (folder / MANIFEST).exists():
+        return {"manifest": store.read_manifest(folder)["sha256"]}
+    return {"weights": weights_sha256(folder)}
+
+
+def build_with_adapters(plan: Plan, inputs: Inputs, dtype: torch.dtype, ranks: Ranks, mesh: Any
+                        ) -> Transformer:
+    """Return a frozen base with new adapters, or those of the start."""
+    config, start = plan.config, plan.start
+    generator = torch.Generator().manual_seed(config.seed)
+    model, adapter = adapted_on_meta(plan, inputs.tokenizer.vocab_size, dtype, generator)
+    model_utils.allocate_model(model, config, ranks, mesh)
+    model_utils.load_weights(Path(start.base), model, layers=start.layers)
+    lora.init_adapters(model, generator)
+    if adapter:
+        lora.load_adapter_state_dict(model, adapter.state)
+    return model
+
+
+def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: torch.Generator
+                    ) -> tuple[Transformer, Optional[peft.Adapter]]:
+    """Return a base with adapters on the meta device, and the adapters of the start, if any."""
+    config, start, token_ids = plan.config, plan.start, plan.token_ids
+    model, adapter = model_utils.model_on_meta(config, vocab_size, dtype), None
+    if start.has_adapters:
+        adapter = peft.load_adapter_folder(Path(start.folder), config, padded(model.vocab_size))
+        adapter.check_base(plan.identities["base"]["weights"], start.base)
+        token_ids = adapter.token_ids
+    lora.add_adapters(model, config, generator, token_ids)
+    lora.cast_base(model, dtype)
+    return model, adapter
+
+
+def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer, optimizer: Optimizer, scaler
+            ) -> Progress:
+    """Restore the state of optimizer and loss scaler, and return the progress to continue with."""
+    config, start, progress = plan.config, plan.start, Progress()
+    if state:
+        progress = Progress(**state["progress"])
+        tensors = read_optimizer(Path(start.folder))
+        optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
+        if scaler is not None and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+    if not start.is_own and config.start_step is not None:  # restart all counters that depend on the step
+        progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
+                            recent_losses=progress.recent_losses, base=progress.base,
+                            base_sha256=progress.base_sha256, base_beside=progress.base_beside)
+    return replace(progress, **where_it_started(plan, state, run_dir))
+
+
+def where_it_started(plan: Plan, state: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return the fields of Progress by which a later start finds the model that the run started from."""
+    start, found, base = plan.start, {}, None
+    if start.kind == "from":
+        found, base = {"wandb_run_id": None, "begun_from": start.named}, Path(start.base or start.folder)
+    elif start.continues:
+        progress, folder = state["progress"], Path(start.folder)
+        home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
+        if progress.get("base_beside") and home != run_dir:  # a checkpoint of another run
+            found["base_beside"] = os.path.relpath(
+                (home / progress["base_beside"]).resolve(), run_dir.resolve())
+        if start.named is not None and not started_from(start.named, progress, run_dir):
+            local_steps = [place for place in store.places(start.named, run_dir)
+                           if place.is_dir() and is_inside(place, run_dir)]
+            found["begun_from"] = local_steps[0].name if local_steps else start.named
+        base = start.base and Path(start.base)
+    if base is not None:
+        found |= {"base": str(base.resolve()), "base_sha256": plan.identities["base"]["weights"],
+                  "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
+    return found
+
+
+def base_of(run: Run) -> Base:
+    """Return the model that the run started from, which is located only if it is needed."""
+    plan, progress = run.plan, run.progress
+
+    def find() -> Path:
+        known = plan.start.base or plan.start.kind == "from" and plan.start.folder
+        return Path(known or find_base(run.config, asdict(progress), run.folder, run.log.warn))
+
+    return Base(find, progress.base_sha256, plan.start.layers, plan.identities.get("reference_adapters", {}))
+
+
+# ------------------------------------------------------------------------------------------ the objective
+
+
+@collective
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, base: Base, context: RunContext,
+                     teacher: Optional[Teacher] = None) -> tuple[objectives.Objective, Inputs]:
+    """Return the objective, and the inputs with the precomputed outputs that it needs.
+
+    Raises Interrupted if a rank received a stop signal.
+    """
+    outputs = OutputStore(dataloaders.cache_of(config), context)
+    if config.training_stage == "dpo":
+        objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
+        if objective.needs_reference:
+            reference, inputs = choose_reference(config, inputs, model, base, outputs)
+        return objective(config, reference, model, context.ranks.all_gather_json), inputs
+    is_online = config.training_stage == "grpo"
+    if is_online and not objectives.ONLINE:
+        raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
+    rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
+    if is_online and not config.distillation_enabled:
+        reference = None
+        if config.grpo_beta:
+            reference, _ = choose_reference(config, inputs, model, base, outputs)
+        context.ranks.raise_on_all(rollouts.rewards.start)
+        return objectives.ONLINE["grpo"](config, rollouts, reference), inputs
+    if not config.distillation_enabled:
+        return objectives.NextToken(), inputs
+
+    compiled = config.compile and context.ranks.device.type == "cuda"
+    if is_online:
+        return objectives.ONLINE["distillation"](config, teacher, rollouts, compiled), inputs
+    return objectives.Distillation(config, teacher, compiled), inputs
+
+
+@collective
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: Base, outputs: OutputStore
+                     ) -> tuple[objectives.Reference, Inputs]:
+    """Return the reference, and the inputs, which include its log-probabilities if they are stored."""
+    is_stored, dtype = objectives.reference_is_stored(config), model.compute_dtype
+    ranks = outputs.context.ranks
+    by_pair = config.training_stage == "dpo"
+    compute = objectives.pair_logprobs if by_pair else objectives.token_logprobs
+    # With new adapters, their base is a live reference without extra memory.
+    if config.lora_enabled and not is_stored and not base.adapters:
+        return partial(logprobs_without_adapters, model, compute=compute), inputs
+
+    @cache
+    def frozen() -> Transformer:
+        folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(base.find()))))
+        reference = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+        reference.requires_grad_(False)
+        adapter = None
+        if base.adapters:
+            adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(
+                Path(base.adapters["folder"]), config, padded(reference.vocab_size)))
+            lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
+        lora.cast_base(reference, dtype)
+        model_utils.allocate_model(reference, config, ranks, model_utils.make_mesh(config, ranks))
+        ranks.raise_on_all(lambda: model_utils.load_weights(folder, reference, layers=base.layers))
+        if adapter:
+            lora.load_adapter_state_dict(reference, adapter.state)
+            reference.requires_grad_(False)
+        model_utils.compile_where_possible(reference, config, ranks.device.type)
+        return reference.eval()
+
+    if not is_stored:
+        return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs
+    model_id = model_identity(base.sha256, config)
+    provenance = {"weights_sha256": base.sha256, "config_sha256": model_id["config"],
+                  "compute_dtype": str(dtype)}
+    if base.adapters:
+        provenance["adapters_sha256"] = base.adapters["sha256"]
+
+    def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
+        read = iter(dataloaders.first_batches(rows, count, seed, config.micro_batch_size) if rows else ())
+        return rows and dataloaders.map_sources(rows, lambda source_rows: with_reference(
+            outputs, source_rows, next(read), split, provenance, frozen))
+
+    rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
+    held_out = attach("validation", inputs.validation_rows, config.validation_rows)
+    return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
+
+
+def logprobs_without_adapters(model: Transformer, batch, compute: Callable) -> Tensor:
+    """Return the log-probabilities that `compute` returns for a model without its adapters."""
+    with lora.disable_adapters(model), evaluation_mode(model):
+        return objectives.frozen_logprobs(model, batch, compute)

@@ -1,0 +1,411 @@
+"""The facts that complete a plan, collected on rank 0 before the other ranks get it.
+
+Files are verified here, models of the hub downloaded, rows counted, inputs opened and identities compared. Only
+the lock of the run's folder is written.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+import dataloaders
+import lora
+import model_utils
+from checkpoint import huggingface, peft, store
+from checkpoint.manifest import MANIFEST, examine, fault_in
+from checkpoint.model_json import hub_model
+from common.errors import CheckpointError, DataError, SettingsError
+from common.files import json_sha256, read_json, sha256
+from common.text import ROOT
+from config import SAMPLE, START_FROM, Config, mps_rules
+from data_pipeline.templates import load_chat_format
+from hellaswag_utils import read_choice_set
+from learn import objectives
+from learn.teacher import find_teacher
+from parallel import process
+from plan.identity import Identity, model_identity, weights_sha256
+from plan.make import Facts, Plan, complete
+from plan.model_rules import check_model
+from plan.resume_rules import check_changes
+from plan.starts import Known, Start, base_places, is_inside
+from run.extensions import Extension, load_extensions
+from run.folder import RunFolder, earlier_runs, make_and_lock
+from run.run import Inputs, recorded_identity
+from tokenizer import SUPPRESSED, load_tokenizer, read_generation
+
+MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
+Remake = Callable[[Known], Plan]  # make_plan with what was found out about the start's files
+
+
+class Opened(NamedTuple):
+    """What a rank opens for a run."""
+
+    inputs: Inputs
+    extensions: list[Extension]
+
+
+class Decision(NamedTuple):
+    """What rank 0 has decided, and what it has opened meanwhile."""
+
+    plan: Plan
+    folder: RunFolder
+    opened: Opened
+
+
+def decide(plan: Plan, remake: Remake, stack: ExitStack) -> Decision:
+    """Return the complete plan, the run's folder, locked until `stack` closes, and the opened inputs."""
+    messages: list[str] = []
+    plan = find_files(plan, remake)
+    device = prepare_device(plan.config)
+    provide_sample(plan.config)
+    plan = complete(plan, Facts(device.type, count_rows(plan)))
+    folder = stack.enter_context(make_and_lock(plan.config, messages.append))
+    check_unchanged(plan, folder.path)
+    opened = open_inputs(plan.config, True, messages.append)
+    plan = with_tokens(with_identities(plan, opened.inputs, folder.path), opened.inputs)
+    process.write_marker(process.SETTINGS, json.dumps(plan.of_files()))
+    return Decision(plan.changed((), messages), folder, opened)
+
+
+def find_files(plan: Plan, remake: Remake) -> Plan:
+    """Return the plan whose start is downloaded and verified; a damaged checkpoint is skipped with a warning."""
+    known = Known()
+    while True:
+        if name := plan.start.download:
+            known = replace(known, hub={**known.hub, name: str(hub_model(name))})
+        elif plan.start.folder and (fault := find_fault(Path(plan.start.folder), plan.start.continues)):
+            known = replace(known, damaged={**known.damaged, plan.start.folder: fault})
+        else:
+            return plan
+        plan = remake(known)
+
+
+def find_fault(folder: Path, continues: bool) -> str:
+    """Return what is wrong with a checkpoint's files, which threads hash, or ""."""
+    if not (folder / MANIFEST).exists():
+        return ""
+    threads = min(8, os.cpu_count() or 1)
+
+    def fault_of(folder: Path, name: str, expected: Mapping[str, Any]) -> Optional[str]:
+        parts = [*pool.map(lambda part: examine(folder, name, expected, part, threads), range(threads))]
+        return fault_in(parts, folder / name, expected)
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            store.verify(folder, lambda state: continues, fault_of)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def count_rows(plan: Plan) -> Optional[int]:
+    """Return the number of training rows if settings depend on it."""
+    config, deferred = plan.config, {*plan.deferred} - {"compile"}
+    if not deferred or not config.data_path or not config.tokenizer_path or config.data_grows:
+        return None
+    return dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+
+
+def check_unchanged(plan: Plan, run_dir: Path) -> None:
+    """Raise CheckpointError if another job has saved a checkpoint into the run's folder since the plan."""
+    if not plan.start.is_own:
+        return
+    newest = store.newest_first(run_dir / "checkpoints")[0]
+    written = {str(folder): manifest["written"] for folder, manifest in newest}
+    named, folder = plan.start.named, str(run_dir / "checkpoints" / Path(plan.start.folder).name)
+    if not named and newest and newest[0][1]["step"] > plan.start.step and written.get(folder) == max(
+            written.values()):
+        raise CheckpointError(f"{run_dir} has been continued by another job since this one began; start again")
+
+
+def prepare_device(config: Config) -> torch.device:
+    """Return the compute device, after applying DETERMINISTIC to torch's kernels."""
+    device = torch.device(model_utils.choose_device(config))
+    if device.type == "mps" and (refused := [*mps_rules(config)]):
+        raise SettingsError(*refused)
+    model_utils.make_deterministic(config, device.type)
+    return device
+
+
+# -------------------------------------------------------------------------------------------- inputs
+
+
+def lacks_sample(config: Config) -> bool:
+    """Return whether the settings name files of the sample, which this machine does not have."""
+    named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
+    return not os.path.exists(SAMPLE) and any(path and Path(path).is_relative_to(SAMPLE) for path in named)
+
+
+def provide_sample(config: Config) -> None:
+    """Create the sample if the settings name it and it is missing."""
+    script = ROOT / "scripts" / "make_sample.py"
+    if lacks_sample(config) and subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+        raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
+
+
+def open_inputs(config: Config, verify: bool, warn: Callable[[str], Any]) -> Opened:
+    """Open the inputs as the run's extensions change them; one rank of a machine verifies for the others."""
+    inputs, extensions = read_inputs(config, verify), load_extensions(config, warn)
+    for each in extensions:
+        inputs = each.inputs(config, inputs, config.verify_data if verify else "never")
+    return Opened(inputs, extensions)
+
+
+def read_inputs(config: Config, verify: bool) -> Inputs:
+    """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if verify:
+        dataloaders.cache_of(config).check()
+    mode = config.verify_data if verify else "never"
+    train = dataloaders.open_rows(config, "train", tokenizer, mode)
+    is_kto = config.preference_objective == "kto"
+    if config.training_stage == "dpo" and any(
+            is_kto == (rows.example_set.labels is None) for rows in dataloaders.rows_by_source(train)):
+        content, other = ("pairs", "unpaired answers") if is_kto else ("unpaired answers", "pairs")
+        remedy = "dpo, orpo or simpo" if is_kto else "kto"
+        raise DataError(f"{config.data_path} has {content}, but PREFERENCE_OBJECTIVE="
+                        f"{config.preference_objective} needs {other}; set PREFERENCE_OBJECTIVE={remedy}, or "
+                        f"name {other} in DPO_DATA_PATH (prepare pairs makes both)")
+    evaluated = open_evaluation_inputs(config, tokenizer, mode)
+    rows = evaluated["validation_rows"]
+    held_out = f", {rows.describe()} held out" if rows else ""
+    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
+                  description=f"{train.describe()}{held_out} from {config.data_path}")
+
+
+def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:
+    """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
+    rows = dataloaders.open_rows(config, "validation", tokenizer, verify) if config.validate_every else None
+    choice_sets = config.choice_sets if config.hellaswag_every else ()
+    return {"validation_rows": rows, "validation_fingerprint": rows.fingerprint if rows else "",
+            "choice_sets": [read_choice_set(choices, tokenizer, config) for choices in choice_sets]}
+
+
+# ---------------------------------------------------------------------------------------- identities
+
+
+def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """Return the identity of the prepared data that a run reads."""
+    prepared = [prepared_settings(rows.token_set.folder) for rows in dataloaders.rows_by_source(inputs.rows)]
+    return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
+            "tokenizer": inputs.tokenizer.sha256,
+            "template": [each.get("chat_format_sha256", "") for each in prepared],
+            "system_prompt": [each.get("system_prompt", "") for each in prepared]}
+
+
+def prepared_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings with which a set was prepared; empty for token files of other programs."""
+    with suppress(OSError, ValueError):
+        return read_json(folder / "manifest.json").get("settings", {})
+    return {}
+
+
+def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
+    """Return the plan with what data, tokenizer, base and teacher are, compared with each other and the record."""
+    config, start, messages = plan.config, plan.start, list[str]()
+    tokenizer, data = inputs.tokenizer, identity_of_data(config, inputs)
+    identities: dict[str, Identity] = {"data": data}
+    warnings = check_template(plan, inputs, data)
+    if start.kind == "from":
+        base = Path(start.base or start.folder)
+        messages += model_utils.check_vocabulary(base, tokenizer, config)
+        identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
+    elif start.continues and (config.lora_enabled or has_live_reference(config)):
+        progress = start.state["progress"]
+        home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
+        base = find_base(config, progress, home, warnings.append)
+        start = start._replace(base=str(base), layers=config.n_layers)
+        warnings += check_model(start, config)
+        identities["base"] = model_identity(progress["base_sha256"], config)
+    if config.lora_enabled and has_reference(config) and (adapters := adapters_of_start(start, config, run_dir)):
+        identities["reference_adapters"] = adapters
+    if config.distillation_enabled:
+        teacher = find_teacher(config, tokenizer)
+        if start.continues:
+            recorded = start.state["identity"].get("TEACHER_MODEL")
+            teacher = find_same(teacher, recorded, identity_of_teacher)
+        identities["teacher"] = {"model": identity_of_teacher(teacher), "folder": str(teacher)}
+    plan = replace(plan, start=start, identities=identities)
+    if start.continues:
+        changes = check_changes(start.state, plan, recorded_identity(
+            inputs, config, plan, start.state["identity"]))
+        messages, warnings = messages + changes.notes, warnings + changes.warnings
+    elif config.resume == "auto" and (earlier := earlier_runs(run_dir)) and start.kind == "new":
+        warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this run "
+                        "starts from the beginning; to resume the earlier one, set "
+                        f"RESUME={earlier[-1].parent}")
+    return plan.changed(messages, warnings)
+
+
+def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
+    """Compare the chat template and SYSTEM_PROMPT of the prepared data with the run's; return warnings."""
+    config = plan.config
+    if config.training_stage == "pretrain":
+        return []
+    now, prepared = load_chat_format(inputs.tokenizer).sha256, {*data["template"]} - {""}
+    warnings = []
+    if other := prepared - {now}:
+        text = (f"{config.data_path} was prepared with another chat template (SHA-256 {min(other)[:12]}) than that "
+                f"of TOKENIZER_PATH={config.tokenizer_path} ({now[:12]}), which the model would be saved with")
+        if not plan.start.continues:
+            raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to the "
+                            "one that it was prepared with")
+        warnings.append(text)
+    prompts = {*data["system_prompt"]}
+    if config.system_prompt and prompts != {config.system_prompt}:
+        had = " and ".join(repr(each) for each in sorted(prompts))
+        warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which was "
+                        f"prepared with {had}; prepare the data again to use it")
+    return warnings
+
+
+def has_reference(config: Config) -> bool:
+    if config.training_stage == "dpo":
+        return objectives.PREFERENCE_OBJECTIVES[config.preference_objective].needs_reference
+    return config.training_stage == "grpo" and not config.distillation_enabled and config.grpo_beta > 0
+
+
+def has_live_reference(config: Config) -> bool:
+    return has_reference(config) and not objectives.reference_is_stored(config)
+
+
+def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
+    """Return the place and hash of the adapters that a run started with, which its reference has; else {}."""
+    if start.kind == "from":
+        folder = Path(start.folder) if start.has_adapters else None
+        return {"folder": str(folder), "sha256": adapters_sha256(folder)} if folder else {}
+    wanted = start.state["identity"].get("REFERENCE_ADAPTERS")
+    if wanted is None:
+        return {}
+    names = [start.state["progress"].get("begun_from"), *(getattr(config, each) for each in START_FROM)]
+    for name in filter(None, names):
+        with suppress(CheckpointError):
+            folder = store.locate(name, run_dir, lambda _: None, store.read_manifest)
+            for place in (folder, *folder.parent.glob("step-*")):
+                if adapters_sha256(place) == wanted:
+                    return {"folder": str(place), "sha256": wanted}
+    raise CheckpointError(f"the adapters that this run started with, SHA-256 {wanted}, were not found; restore "
+                          f"them, or set {config.start_setting} to the folder where they are now, by a flag")
+
+
+def adapters_sha256(folder: Path) -> str:
+    """Return the hash of adapters, or "" without any."""
+    with suppress(FileNotFoundError), open(folder / peft.WEIGHTS_FILE, "rb") as file:
+        return sha256(file)
+    return ""
+
+
+def identity_of_teacher(folder: Path) -> str:
+    content = read_json(folder / "config.json")
+    return json_sha256([weights_sha256(folder), content])
+
+
+def find_same(folder: Path, recorded: Optional[str], identify: Callable[[Path], str]) -> Path:
+    """Return the folder, or the checkpoint beside it, that has the recorded identity; else the folder."""
+    if recorded is None or identify(folder) == recorded:
+        return folder
+    for beside in sorted(folder.parent.glob("step-*"), reverse=True):
+        with suppress(CheckpointError, OSError, ValueError):
+            if identify(beside) == recorded:
+                return beside
+    return folder
+
+
+def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
+    """Return the folder of the model that a run started from, identified by its hash.
+
+    It may be where the settings now say, where it was, or at the same path relative to the run's folder.
+    """
+    names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
+    advice = f"set {config.start_setting} to the folder where it is now, by a flag"
+    return find_by_hash(names, progress, run_dir, warn, advice, config.n_layers)
+
+
+def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
+                 advice: str, layers: Optional[int] = None) -> Path:
+    """Like `find_base`, but try these names first. If all fail, the error ends with `advice`.
+
+    A model may have more `layers` than the run uses.
+    """
+    remembered, wanted = [*base_places(progress, run_dir)], progress["base_sha256"]
+    named, failures = [], []
+    for name in dict.fromkeys(filter(None, names)):
+        try:  # the hash of the weights verifies them
+            folder = store.locate(name, run_dir, warn, store.read_manifest)
+        except CheckpointError as error:
+            failures.append(str(error))
+            continue
+        # The newest checkpoint of a run that has continued since is no longer the base.
+        sibling = remembered and folder.parent / remembered[0].name
+        named += [sibling, folder] if sibling and sibling.is_dir() else [folder]
+
+    for place in dict.fromkeys(path.resolve() for path in (*named, *remembered)):
+        try:
+            if not place.is_dir():
+                raise CheckpointError(f"{place} does not exist")
+            if (found := weights_sha256(place, layers)) == wanted:
+                return place
+            failures.append(f"{place} is another model, whose weights have SHA-256 {found}")
+        except CheckpointError as error:
+            failures.append(str(error))
+    raise CheckpointError(f"the base of this run, whose weights have SHA-256 {wanted}, was not found: "
+                          f"{'; '.join(failures) or 'no place is known'}. Restore it, or {advice}")
+
+
+# ------------------------------------------------------------------------------------------- tokens
+
+
+def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
+    """Return the plan with the control tokens that are never generated, and the token rows that LoRA trains."""
+    config, start = plan.config, plan.start
+    generation: dict[str, Any] = {}
+    if source := start.base if config.lora_enabled else start.folder:
+        own = start.folder if start.continues or start.has_adapters else source
+        generation = read_generation(Path(source)) | read_generation(Path(own))
+    if start.folder is None or SUPPRESSED in generation and not start.continues:
+        seen = {*generation[SUPPRESSED]} if start.folder else None
+        generation |= {SUPPRESSED: unseen_tokens(inputs, seen, config.training_stage)}
+    token_ids = {}
+    if config.lora_enabled and not start.has_adapters and config.lora_train_tokens != "none":
+        token_ids = token_ids_to_train(config, inputs, Path(start.base), start.layers)
+    return replace(plan, generation=generation, token_ids=token_ids)
+
+
+def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
+    """Return the control tokens that no training has seen: of new weights, or of the start's generation config,
+    those that the data lacks."""
+    tokenizer = inputs.tokenizer
+    unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
+    unseen = unseen if candidates is None else candidates
+    if sum(rows.token_set.tokens for rows in dataloaders.rows_by_source(inputs.rows)) > MOST_READ_TOKENS:
+        return []
+    if unseen and stage != "grpo":  # whose records are stored among the tokens, as bytes
+        unseen -= {*inputs.used_ids()}
+    return sorted(unseen)
+
+
+def token_ids_to_train(config: Config, inputs: Inputs, base: Path, layers: Optional[int]
+                       ) -> huggingface.TokenIds:
+    """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects.
+
+    `auto` includes the rows that the base lacks.
+    """
+    used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
+    parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size, layers=layers)
+    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].full()
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
+    if config.lora_train_tokens == "auto":
+        rows = huggingface.vocabulary_rows(huggingface.load_model_weights(base))
+        ids = sorted({*ids, *range(rows, inputs.tokenizer.vocab_size)})
+    return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
+
+
