@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from common.errors import SettingsError
+from common.errors import PaddockError, SettingsError
 from common.text import (
     counted,
     duration,
@@ -41,6 +41,10 @@ if __name__ == "__main__":
     is_unset = not (sys.argv[1:] or os.path.exists(".env") or any(map(os.environ.get, named)))
     ARGV = ["--preset=sample"] if is_unset else sys.argv[1:]
     PLANNED = plan_on_rank0(ARGV, USAGE)
+    if isinstance(PLANNED, PaddockError) and os.environ.get("WORLD_SIZE", "1") == "1":
+        if process.write_error_file(PLANNED.exit_code, str(PLANNED)):  # the launcher prints it
+            sys.exit(PLANNED.exit_code)
+        exit_with(PLANNED)
     if is_unset and os.environ.get("LOCAL_RANK", "0") == "0":
         show("Nothing is set, so the sample model is trained (--preset sample).")
 

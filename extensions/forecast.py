@@ -36,7 +36,6 @@ from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.command_line import exit_with
 from plan.derived import PRESETS_DIR, TOKENS_PER_PARAMETER
 from plan.make import Facts, Plan, complete, make_plan
 from plan.starts import Known, Start
@@ -142,7 +141,7 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
     if isinstance(planned, PaddockError):
-        exit_with(planned)
+        raise planned
     if lacks_sample(planned.config):
         raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
                         f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
@@ -206,7 +205,7 @@ class Check:
             if name and plan.for_other_hardware:  # its config.json has the shape
                 plan = remake(Known(hub={name: str(hub_model(name, only_config=True))}))
             elif not plan.for_other_hardware:
-                plan = find_files(plan, remake)
+                plan, _ = find_files(plan, remake)
             self.planned = plan
         with suppress(PaddockError):  # check_inputs reports it
             device = "cuda" if self.config.device_memory else model_utils.choose_device(self.planned.config)

@@ -91,21 +91,18 @@ def plan_or_exit(argv: Sequence[str], usage: str) -> Plan:
 
 
 def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
-    """Return the plan, or its error if the other ranks must learn of it; None on other ranks than 0.
+    """Return the plan or its error, of which other ranks must learn; None on other ranks than 0.
 
-    Exits after --help, --version and, in a single process, errors.
+    Exits after --help and --version.
     """
     exit_after_help(argv, usage)
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not is_alone and os.environ.get("RANK", "0") != "0":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
         env_file = Path(read_flags(argv).env_file or ".env")
         set_variables(read_env_file(env_file, os.environ).exports if env_file.is_file() else {})
         return None
     try:
         plan = make_plan(argv)
     except PaddockError as error:
-        if is_alone:
-            exit_with(error)
         return error
     export(plan)
     return plan

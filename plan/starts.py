@@ -100,7 +100,7 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
         return find_first(asked, known, warn)
 
     state = store.read_state(newest)
-    own = Start("continue", str(newest), True, step=state["progress"]["step"])
+    own = Start("continue", str(newest), True, named, step=state["progress"]["step"])
     refuse_other_stage(asked, newest, state)
     refuse_restart(asked, state)
     if named is None or started_from(named, state["progress"], run_dir):
@@ -114,20 +114,22 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
         step = store.read_state(folder)["progress"]["step"]
         return Start("continue", str(folder), True, named, asked.setting, step)
     if asked.setting in asked.explicit:
-        raise CheckpointError(explain_other_start(newest, folder or named, state, asked))
-    return own  # the plan lists what of .env was not used
+        raise CheckpointError(explain_other_start(newest, folder or named, state, asked,
+                                                  asked.setting.upper()))
+    return own._replace(named=None)  # the plan lists what of .env is not used
 
 
 def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store.Warn) -> Start:
     """Return the start from the checkpoint that RESUME names."""
     path, run_dir = asked.config.resume, asked.run_dir
     folder = locate(path, run_dir, known, warn)
-    if newest and not (folder and is_inside(folder, run_dir)):
-        raise CheckpointError(explain_other_start(newest, folder or path, store.read_state(newest), asked))
     state = store.read_state(folder) if folder else {}
     setting = (asked.setting or asked.config.usual_start).upper()
     stage = state.get("settings", {}).get("TRAINING_STAGE")
     wanted = asked.config.training_stage if "training_stage" in asked.explicit else stage
+    if newest and not (folder and is_inside(folder, run_dir)):
+        setting = "RESUME" if state and stage == wanted else f"RESUME=auto and {setting}"
+        raise CheckpointError(explain_other_start(newest, folder or path, store.read_state(newest), asked, setting))
     if not state or stage != wanted:
         what = f"a checkpoint of TRAINING_STAGE={stage}" if state else "a model without a trainer state"
         raise CheckpointError(f"RESUME={path} names {what}, which TRAINING_STAGE={wanted or 'pretrain'} "
@@ -224,15 +226,15 @@ def continues(state: Mapping[str, Any], asked: Asked) -> bool:
 
 
 def refuse_other_stage(asked: Asked, newest: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a flag asks for another stage, or adapters, in the folder of a run."""
-    config, settings = asked.config, state["settings"]
-    stage, usual = settings["TRAINING_STAGE"], config.usual_start.upper()
-    is_other = "training_stage" in asked.explicit and config.training_stage != stage
-    if is_other:
-        raise CheckpointError(f"{asked.run_dir} has a run of TRAINING_STAGE={stage} at {newest.name}, which "
-                              f"TRAINING_STAGE={config.training_stage} would overwrite. Choose another "
-                              f"RUN_NAME, and set {usual}={newest}, or remove TRAINING_STAGE to continue the "
-                              "run")
+    """Raise CheckpointError if a flag asks for another stage in the folder of a run."""
+    config, stage, named = asked.config, state["settings"]["TRAINING_STAGE"], asked.named
+    if "training_stage" not in asked.explicit or config.training_stage == stage:
+        return
+    is_own = named is None or asked.run_dir.name in (named, Path(named).name)
+    ways = [f"Choose another RUN_NAME{f', and set {config.usual_start.upper()}={newest}' if is_own else ''}"]
+    ways += [] if is_own else ["RESUME=never moves the old run aside"]
+    raise CheckpointError(f"{asked.run_dir} has a run of TRAINING_STAGE={stage} at {newest.name}, which "
+                          f"TRAINING_STAGE={config.training_stage} would overwrite. {'; or '.join(ways)}")
 
 
 def refuse_restart(asked: Asked, state: Mapping[str, Any]) -> None:
@@ -257,12 +259,12 @@ def check_fits(asked: Asked, folder: Path) -> None:
                               f"{config.usual_start.upper()}={folder}")
 
 
-def explain_other_start(newest: Path, folder: Path | str, state: Mapping[str, Any], asked: Asked) -> str:
+def explain_other_start(newest: Path, folder: Path | str, state: Mapping[str, Any], asked: Asked, setting: str
+                        ) -> str:
     """Return the error for a start that would lose the steps of a run up to `newest`, with alternatives."""
     run_dir, by_path = newest.parent.parent, asked.config.resume not in ("auto", "never")
     begun = state["progress"].get("begun_from")
-    setting = "RESUME" if by_path else (asked.setting or asked.config.usual_start).upper()
-    change = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
+    change = "remove RESUME" if by_path else f"set {setting}={begun}" if begun else f"remove {setting}"
     ways = [f"to resume it, {change}",
             f"to start a new run, choose another RUN_NAME with {setting}={folder}"]
     if not by_path:
@@ -299,6 +301,17 @@ def base_places(progress: Mapping[str, Any], run_dir: Path) -> Iterator[Path]:
 
 def started_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
     """Return whether this name or path is what the run started from or returned to, or has its weights."""
+    if names_its_start(named, progress, run_dir):
+        return True
+    if wanted := progress.get("base_sha256"):
+        with suppress(CheckpointError):
+            folder = store.locate(named, run_dir, lambda _: None, store.read_manifest)
+            return not is_inside(folder, run_dir) and weights_sha256(folder) == wanted
+    return False
+
+
+def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
+    """Return whether this name or path is what the run started from or returned to."""
     def places(name: str) -> set[Path]:
         return {place.resolve() for place in store.places(name, run_dir)}
 
@@ -306,10 +319,4 @@ def started_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool
     # The name may mean the checkpoint, the folder of checkpoints, or the run.
     bases = [place for base in base_places(progress, run_dir)
              for place in (base.resolve(), *base.resolve().parents[:2])]
-    if begun is not None and (begun == named or not places(named).isdisjoint([*places(begun), *bases])):
-        return True
-    if wanted := progress.get("base_sha256"):
-        with suppress(CheckpointError):
-            folder = store.locate(named, run_dir, lambda _: None, store.read_manifest)
-            return not is_inside(folder, run_dir) and weights_sha256(folder) == wanted
-    return False
+    return begun is not None and (begun == named or not places(named).isdisjoint([*places(begun), *bases]))

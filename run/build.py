@@ -35,7 +35,7 @@ from model_kernels.head import choose_head_chunk
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, meeting
 from plan.identity import differences, model_identity, weights_sha256
 from plan.make import Plan
-from plan.starts import is_inside, started_from
+from plan.starts import is_inside, names_its_start
 from run.facts import (
     Opened,
     Remake,
@@ -243,7 +243,7 @@ def where_it_started(plan: Plan, state: dict[str, Any], run_dir: Path) -> dict[s
         if progress.get("base_beside") and home != run_dir:  # a checkpoint of another run
             found["base_beside"] = os.path.relpath(
                 (home / progress["base_beside"]).resolve(), run_dir.resolve())
-        if start.named is not None and not started_from(start.named, progress, run_dir):
+        if start.named is not None and not names_its_start(start.named, progress, run_dir):
             local_steps = [place for place in store.places(start.named, run_dir)
                            if place.is_dir() and is_inside(place, run_dir)]
             found["begun_from"] = local_steps[0].name if local_steps else start.named

@@ -64,20 +64,24 @@ class Decision(NamedTuple):
 def decide(plan: Plan, remake: Remake, stack: ExitStack) -> Decision:
     """Return the complete plan, the run's folder, locked until `stack` closes, and the opened inputs."""
     messages: list[str] = []
-    plan = find_files(plan, remake)
+    plan, known = find_files(plan, remake)
     device = prepare_device(plan.config)
     provide_sample(plan.config)
     plan = complete(plan, Facts(device.type, count_rows(plan)))
     folder = stack.enter_context(make_and_lock(plan.config, messages.append))
-    check_unchanged(plan, folder.path)
+    if remake(known).start != plan.start:
+        raise CheckpointError(f"{folder.path} has been continued by another job meanwhile; start again")
     opened = open_inputs(plan.config, True, messages.append)
     plan = with_tokens(with_identities(plan, opened.inputs, folder.path), opened.inputs)
     process.write_marker(process.SETTINGS, json.dumps(plan.of_files()))
     return Decision(plan.changed((), messages), folder, opened)
 
 
-def find_files(plan: Plan, remake: Remake) -> Plan:
-    """Return the plan whose start is downloaded and verified; a damaged checkpoint is skipped with a warning."""
+def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
+    """Return the plan whose start is downloaded and verified, and what was found out about it.
+
+    A damaged checkpoint is skipped with a warning.
+    """
     known = Known()
     while True:
         if name := plan.start.download:
@@ -85,7 +89,7 @@ def find_files(plan: Plan, remake: Remake) -> Plan:
         elif plan.start.folder and (fault := find_fault(Path(plan.start.folder), plan.start.continues)):
             known = replace(known, damaged={**known.damaged, plan.start.folder: fault})
         else:
-            return plan
+            return plan, known
         plan = remake(known)
 
 
@@ -113,18 +117,6 @@ def count_rows(plan: Plan) -> Optional[int]:
     if not deferred or not config.data_path or not config.tokenizer_path or config.data_grows:
         return None
     return dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
-
-
-def check_unchanged(plan: Plan, run_dir: Path) -> None:
-    """Raise CheckpointError if another job has saved a checkpoint into the run's folder since the plan."""
-    if not plan.start.is_own:
-        return
-    newest = store.newest_first(run_dir / "checkpoints")[0]
-    written = {str(folder): manifest["written"] for folder, manifest in newest}
-    named, folder = plan.start.named, str(run_dir / "checkpoints" / Path(plan.start.folder).name)
-    if not named and newest and newest[0][1]["step"] > plan.start.step and written.get(folder) == max(
-            written.values()):
-        raise CheckpointError(f"{run_dir} has been continued by another job since this one began; start again")
 
 
 def prepare_device(config: Config) -> torch.device:
