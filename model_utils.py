@@ -146,8 +146,14 @@ def make_mesh(config: Config, ranks: Ranks) -> Optional[DeviceMesh]:
     return None
 
 
-def allocate_model(model: Transformer, config: Config, ranks: Ranks, mesh: Optional[DeviceMesh]) -> None:
-    """Move a model from the meta device to the rank's device; with a mesh, only the rank's rows of it."""
+@collective
+def allocate_model(model: Transformer, config: Config, ranks: Ranks, mesh: Optional[DeviceMesh] = None
+                   ) -> None:
+    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it.
+
+    It is only collective without a mesh.
+    """
+    mesh = mesh or make_mesh(config, ranks)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32

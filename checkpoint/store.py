@@ -273,7 +273,7 @@ def places(name: str, run_dir: Path) -> tuple[Path, ...]:
 
 
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
-           check: Callable[[Path], object] = verify_model) -> Path:
+           check: Callable[[Path], object] = verify_model, only_local: bool = False) -> Path:
     """Return the folder that a setting or a script's argument names, checked if it has a manifest.
 
     The name is a step of this run, a run in OUTPUT_DIR, the path of a checkpoint, run or model, or a hub
@@ -288,7 +288,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
             folder = folder.with_name(f"replaced-{folder.name}")
         if os.path.isdir(folder):
             folders.append(folder)
-    if not folders and "/" in name and is_hub_name(name.partition("@")[0]):
+    if not folders and "/" in name and not only_local and is_hub_name(name.partition("@")[0]):
         if (folder := hub_model(name) / MANIFEST).exists():
             check(folder.parent)
         return folder.parent

@@ -537,12 +537,12 @@ def memory_advice(config: Config, room: int, *known) -> str:
     layouts += [{**layout, "cpu_offload": True} for layout in (*layouts, {"sharding": "full"})]
     if not config.lora_enabled:  # last, because it rounds what is trained
         layouts += [{**layout, "weight_dtype": "bf16", "optimizer_dtype": "bf16"} for layout in layouts]
-    broken = {*rules(config, start_is_read=True)}
+    broken = {*rules(config)}
     for layout, how, rows in product(layouts, recompute, smaller):
         changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
         changed = config.model_copy(update=changes)
         needed = forecast_memory(changed, *known)
-        if needed.total <= room and {*rules(changed, start_is_read=True)} <= broken:
+        if needed.total <= room and {*rules(changed)} <= broken:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
             return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB"

@@ -169,7 +169,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     dtype = _dtype(config, stored, ranks.device)
     model = model_utils.model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
-    model_utils.allocate_model(model, config, ranks, model_utils.make_mesh(config, ranks))
+    model_utils.allocate_model(model, config, ranks)
     ranks.raise_on_all(lambda: model_utils.load_weights(folder, model))
     model_utils.compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)

@@ -160,7 +160,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
     try:
         if world_size == 1:  # a hung device or read must not wait for ever either
             watch(dist.HashStore(), ranks, START_SECONDS, store_on_rank0=True)
-            terms = decide()
+            terms = _terms_of_rank0(None, ranks, decide)
         else:
             store = explaining(ranks, _join_store, ranks)
             terms = _terms_of_rank0(store, ranks, decide)
@@ -266,13 +266,19 @@ def _join_store(ranks: Ranks) -> dist.Store:
     return store
 
 
-def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks."""
+def _terms_of_rank0(store: Optional[dist.Store], ranks: Ranks, decide: Callable[[], dict[str, Any]]
+                    ) -> dict[str, Any]:
+    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks, of which one has no store."""
     if ranks.is_rank0:
         try:
             answer = {"terms": decide()}
         except PaddockError as error:
+            if store is None:
+                error.on_all_ranks = True
+                raise
             answer = {"error": [type(error).__name__, str(error), error.errno]}
+        if store is None:
+            return answer["terms"]
         store.set("terms", json.dumps(answer))
     seconds = 0.01
     while not store.check(["terms"]):

@@ -34,6 +34,7 @@ from config import (
     input_rules,
     numeric_rules,
     on_resume,
+    path_rules,
     rules,
 )
 from plan import derived
@@ -121,6 +122,7 @@ class Settled(NamedTuple):
     invalid: dict[str, str]  # messages by setting
     notes: list[str]
     warnings: list[str]
+    error: Optional[PaddockError] = None  # there is no such start
 
 
 def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, known: Known = Known(), *,
@@ -135,7 +137,7 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     flags = read_flags(argv, own_flags)
     layers = read_layers(flags, environ, complete)
     problems = [problem for layer in layers for problem in layer.problems]
-    settled = settle(layers, known, complete, lenient=bool(problems))
+    settled = settle(layers, known, complete)
     config, given, unused, recorded, start = settled[:5]
     notes, warnings = settled.notes, settled.warnings
     problems += settled.invalid.values()
@@ -162,7 +164,7 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     # Errors. A plan for other hardware needs neither data, a tokenizer nor a base.
     elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config), *base_rules(config)] if elsewhere else []
-    if complete:
+    if complete and not settled.error:
         messages = (*launch_problems(config, environ, flags.check), *rules(config, start.download is not None),
                     *both_lengths(given), *without_extension(config, given),
                     *(without_switch(config, layers, "teacher_model", "distillation_enabled")
@@ -170,8 +172,10 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in settled.invalid) or "(?!)")
         problems += (message for message in messages if message not in missing and not names.search(message))
-    if problems:
-        raise SettingsError(*problems)
+    if settled.error:  # a start may complete the settings: only what conflicts in any case is reported first
+        problems = [*problems, *path_rules(config)]
+    if problems or settled.error:
+        raise SettingsError(*problems) if problems else settled.error
     if complete and start.kind == "from" and start.folder:
         warnings += check_model(start, config, sources)
 
@@ -212,8 +216,8 @@ def complete(plan: Plan, facts: Facts) -> Plan:
 # ------------------------------------------------------------------ explicit settings and the record
 
 
-def settle(layers: Sequence[Layer], known: Known, complete: bool = True, lenient: bool = False) -> Settled:
-    """Return the explicit settings that apply, the start, and the record. If `lenient`, no start is an error."""
+def settle(layers: Sequence[Layer], known: Known, complete: bool = True) -> Settled:
+    """Return the explicit settings that apply, the start, and the record."""
     at = {name: number for number, layer in enumerate(layers) for name in layer.values}
     given = {name: layers[number].values[name] for name, number in at.items()}
     explicit = frozenset(name for name, number in at.items() if layers[number].for_this_start)
@@ -241,14 +245,13 @@ def settle(layers: Sequence[Layer], known: Known, complete: bool = True, lenient
     for name in replaced:
         del given[name]
     asked = Asked(config, named[0] if named else None, explicit, frozenset(given))
+    start, failure = Start(), None
     try:
         start = find_start(asked, known, warnings.append)
-    except PaddockError:
-        if not (lenient or invalid):
-            raise
-        start = Start()
+    except PaddockError as error:
+        failure = error
     if not start.continues:
-        return Settled(config, given, {}, {}, start, explicit, invalid, notes, warnings)
+        return Settled(config, given, {}, {}, start, explicit, invalid, notes, warnings, failure)
 
     record = start.state["settings"]
     unused = {name: pair for name, pair in given.items() if not applies(name, asked, start)}
@@ -313,7 +316,7 @@ def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, 
 def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
     layers = read_layers(read_flags(argv), os.environ)
-    settled = settle(layers, Known(), lenient=True)
+    settled = settle(layers, Known())
     values = {name: value for name, (value, _) in settled.given.items()} | settled.recorded
     return ({name: str(value) for name, value in values.items() if value is not None},
             {**exported(layers), **os.environ})

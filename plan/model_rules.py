@@ -65,7 +65,8 @@ def check_model(start: Start, config: ModelConfig, sources: Mapping[str, str] = 
         """Return the saved values of settings that differ, and a description."""
         saved_values, differences = {}, []
         for name in names:
-            there, here = getattr(saved, name.lower()), getattr(config, name.lower())
+            field = {"HEAD_WIDTH": "head_dim"}.get(name, name.lower())  # whose default has two spellings
+            there, here = getattr(saved, field), getattr(config, field)
             if there != here:
                 causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
                 where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")

@@ -122,14 +122,14 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
 def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store.Warn) -> Start:
     """Return the start from the checkpoint that RESUME names."""
     path, run_dir = asked.config.resume, asked.run_dir
-    folder = locate(path, run_dir, known, warn)
-    state = store.read_state(folder) if folder else {}
+    folder = store.locate(path, run_dir, warn, known.check, only_local=True)
+    state = store.read_state(folder)
     setting = (asked.setting or asked.config.usual_start).upper()
     stage = state.get("settings", {}).get("TRAINING_STAGE")
     wanted = asked.config.training_stage if "training_stage" in asked.explicit else stage
-    if newest and not (folder and is_inside(folder, run_dir)):
+    if newest and not is_inside(folder, run_dir):
         setting = "RESUME" if state and stage == wanted else f"RESUME=auto and {setting}"
-        raise CheckpointError(explain_other_start(newest, folder or path, store.read_state(newest), asked, setting))
+        raise CheckpointError(explain_other_start(newest, folder, store.read_state(newest), asked, setting))
     if not state or stage != wanted:
         what = f"a checkpoint of TRAINING_STAGE={stage}" if state else "a model without a trainer state"
         raise CheckpointError(f"RESUME={path} names {what}, which TRAINING_STAGE={wanted or 'pretrain'} "

@@ -323,7 +323,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: B
                 Path(base.adapters["folder"]), config, padded(reference.vocab_size)))
             lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
         lora.cast_base(reference, dtype)
-        model_utils.allocate_model(reference, config, ranks, model_utils.make_mesh(config, ranks))
+        model_utils.allocate_model(reference, config, ranks)
         ranks.raise_on_all(lambda: model_utils.load_weights(folder, reference, layers=base.layers))
         if adapter:
             lora.load_adapter_state_dict(reference, adapter.state)

@@ -42,7 +42,7 @@ REFUSED = [
     ({"ATTENTION_BACKEND": "flash"}, 2), ({"HELLASWAG_PATH": "NOWHERE", "HELLASWAG_EVERY": 1}, 3),
     ({"PRETRAIN_DATA_PATH": "NOWHERE"}, 3), ({"PRETRAIN_DATA_PATH": "DATA"}, 3), ({"TOKENIZER_PATH": "TOKENIZER"}, 3),
     ({"PRETRAIN_CHECKPOINT": "NOWHERE"}, 5), ({"PRETRAIN_CHECKPOINT": "SMALL"}, 5),
-    ({"PRETRAIN_CHECKPOINT": "SMALL", "LORA_ENABLED": "true"}, 5), ({"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "NOWHERE"}, 3),
+    ({"PRETRAIN_CHECKPOINT": "SMALL", "LORA_ENABLED": "true"}, 5), ({"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "NOWHERE"}, 5),
     ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "NOWHERE"}, 5), ({"MAX_STEPS": 9, "no room": ""}, 5),
     ({"MAX_STEPS": 9, "stale reference": ""}, 3), ({"in use": ""}, 5),
     ({"no disk": ""}, 5),
