@@ -331,7 +331,7 @@ class Check:
         if self.tokenizer:
             vocab_size = self.tokenizer.vocab_size
         elif self.planned.for_other_hardware:  # the vocabulary of the start, or of Llama 3's tokenizer
-            folder = start and start.folder and (start.base or start.folder)
+            folder = start and start.folder and Path(start.base or start.folder)
             model_config = read_model_json(folder / "config.json") if folder else {}
             vocab_size = int(model_config.get("vocab_size", LLAMA_3_IDS))
             whose = "config.json's" if "vocab_size" in model_config else "Llama 3's"

@@ -164,10 +164,9 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
                 raise SettingsError(
                     f"{name.upper()}={str(getattr(config, name)).lower()} needs a start checkpoint, but the "
                     f"settings name none; set {config.usual_start.upper()}, or remove it")
-        if config.training_stage == "sft" and not (config.random_init or config.distillation_enabled):
-            raise SettingsError("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none and "
-                                f"{run_dir} has none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
-                                "RANDOM_INIT=true to train random weights")
+        if asked.named and config.training_stage != "pretrain" and not config.random_init:
+            raise SettingsError(f"{asked.setting.upper()}={asked.named} names this run, which has no checkpoint "
+                                "to start from; set it to the model to fine-tune")
         return Start()
     folder = locate(named, run_dir, known, warn)
     if folder is None:

@@ -81,9 +81,11 @@ def differences(segment: Segment) -> Iterator[str]:
 
 def take_steps(segment: Segment, folder: Path, resume: str, changes: Mapping[str, Any] = UNNEEDED) -> None:
     """Repeat the steps of a segment in `folder`/run, or RUN_NAME, by train.py in new processes."""
-    ranks, settings, output = segment.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
+    ranks, output = segment.settings["WORLD_SIZE"], folder / "output.txt"
     place = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": segment.last, "RESUME": resume}
-    settings.write_text(json.dumps(segment.settings | place | changes))
+    # As flags, because a run's record overrides files.
+    flags = [f"--{name.lower().replace('_', '-')}={'none' if value is None else value}"
+             for name, value in (segment.settings | place | changes).items() if name.lower() in Config.model_fields]
     script = [ROOT / "train.py"]
     if ranks > 1:
         script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]
@@ -92,7 +94,7 @@ def take_steps(segment: Segment, folder: Path, resume: str, changes: Mapping[str
     if segment.threads:
         environ["OMP_NUM_THREADS"] = segment.threads
     with open(output, "wb") as file:
-        done = subprocess.run([sys.executable, *script, "--config", settings], env=environ,
+        done = subprocess.run([sys.executable, *script, *flags], env=environ,
                               stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     if done.returncode:
         reason = last_line(output.read_text(errors="replace")).removeprefix("error: ")
