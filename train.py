@@ -219,7 +219,7 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
-    stops = torch.full_like(norm, run.context.signals.received is not None)
+    stops = torch.full_like(norm, run.must_stop)
     written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
     local_sums = [widened(value).flatten() for value in (*sums.values(), norm, stops, written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])

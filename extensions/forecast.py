@@ -41,7 +41,7 @@ from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import TOKENS_PER_PARAMETER
 from plan.layers import PRESETS_DIR, Settings
 from run.extensions import load_extensions
-from run.folder import has_run
+from run.folder import RunFolder, has_run
 from run.run import Inputs, Progress, Run, trained_bytes
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from tokenizer import load_tokenizer
@@ -98,8 +98,8 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         lora.cast_base(model, dtype)
     objective = probe_objective(config, model)
     is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
-    run = Run(config, RunContext(ranks, StopSignals(), None), inputs, None, model, Optimizer(model, config),
-              None, Progress(), objective, None)
+    run = Run(config, RunContext(ranks, StopSignals(), None), inputs, RunFolder(Path()), model,
+              Optimizer(model, config), None, Progress(), objective, None)
     reducer = make_reducer(model, ranks, config, run.optimizer)
     batches = [inputs.rows(each).to(device) for each in inputs.order(config, ranks).micro_batches(0)[:8]]
 

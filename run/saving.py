@@ -15,7 +15,6 @@ from checkpoint import store
 from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile
 from common.activity import Background, tick
-from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, disk_errors, free_host_memory, sync
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
@@ -193,19 +192,14 @@ class PendingSave:
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
-        ranks, written = self.shard.ranks, None
+        ranks = self.shard.ranks
         try:
             if self.folder:
-                self.temporary = folder.with_name(self.temporary.name)
-                try:
-                    written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
-                except CheckpointError:
-                    if folder == self.folder:  # else the run's folder was renamed
-                        raise
-            if written is None:
-                copy = (lambda name: None) if self.folder else self.shard.copy
+                written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
+            else:
                 self.begin(folder, warn)
-                written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
+                written = store.retrying(
+                    lambda: ranks.raise_on_all(lambda: self.write(folder, self.shard.copy)), warn)
             parts = sorted(each for each in ranks.all_gather_json([self.shard.part, written]) if each[0] >= 0)
             hashed = {name: file.entry(hashes[name] for _, hashes in parts)
                       for name, file in self.files.items()}
