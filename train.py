@@ -118,10 +118,9 @@ def train(loaded: Settings) -> int:
 def train_loop(run: Run, reducer: Reducer) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
-    if run.finished and progress.pending_metrics is None:
-        early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.info(f"Nothing to do: the run has finished step {progress.step} of MAX_STEPS={config.max_steps}."
-                 f"{early}")
+    if (run.finished or run.stops_here) and progress.pending_metrics is None:
+        log.info(f"Nothing to do: the run is at step {progress.step}, and MAX_STEPS={config.max_steps}. "
+                 f"{run.how_to_continue()}")
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
@@ -170,11 +169,11 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
         log.ending = [stopped]
         return EXIT_PREEMPTED
-    if progress.step < config.max_steps:
-        log.info(run.why_early())
+    if progress.step != config.max_steps:
+        log.info(run.how_to_continue())
     took = f"; this start took {progress.step - first:,} of them" if first else ""
-    text = (f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took} in "
-            f"{duration(time.perf_counter() - started)}.")
+    text = (f"{'Finished' if run.finished else 'Stopped after'} {counted(progress.step, 'step')} "
+            f"({progress.tokens_seen:,} tokens){took} in {duration(time.perf_counter() - started)}.")
     for line in (text, *(line for extension in run.extensions for line in extension.summary(run))):
         log.info(line, shown="")
     log.ending = [text]

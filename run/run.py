@@ -173,11 +173,14 @@ class Run:
     def stops_here(self) -> bool:
         return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
 
-    def why_early(self) -> str:
-        """Return why the run ends before MAX_STEPS."""
-        progress = self.progress
+    def how_to_continue(self) -> str:
+        """Return why the run takes no more steps, and what continues it."""
+        progress, config = self.progress, self.config
+        if progress.step >= config.max_steps:
+            epochs = f"raise EPOCHS={config.epochs:g}" if config.epochs else ""
+            return f"To continue, {epochs or f'set MAX_STEPS above {progress.step}'}."
         if not self.finished:
-            return f"STOP_STEP={self.config.stop_step}: the same command without it continues."
+            return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
         best = "finite loss"
         if progress.best_step:
             best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
