@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from common.errors import SettingsError
 from common.text import (
@@ -50,7 +50,7 @@ from evaluation.during_run import due, evaluate
 from learn.objectives import ONLINE, Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
-from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
+from parallel.ranks import Interrupted, Ranks, classify_exception, collective, stop_watchdog, widened
 from run.extensions import Extension, find
 from run.run import (
     Run,
@@ -137,7 +137,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     seed_step(config.seed, progress.step, run.ranks.rank)
                     lr = learning_rate(progress.updates, config)
                 # GRPO may make several updates on the answers of a step.
-                take = train_step if config.updates_per_step == 1 else ONLINE["updates"]
+                take = take_step if config.updates_per_step == 1 else ONLINE["updates"]
                 result = take(run, reducer, prepared.batches, prepared.count, lr)
                 result = result._replace(metrics=prepared.metrics | result.metrics)
                 seconds.append(time.perf_counter() - begun)
@@ -192,6 +192,38 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
     return Prepared(batches, count, {})
 
 
+class StepNumbers(NamedTuple):
+    """The numbers of a step that the host reads, the same on every rank."""
+
+    means: dict[str, float]  # over all units of the global batch: "loss", then the objective's metrics
+    checksums: list[int]  # of the trained weights, with LEDGER_CHECKSUM
+    units: float  # in the global batch
+    grad_norm: float
+    norm_sum: float  # of the ranks' gradient norms: not finite if one of them is not
+    stopping_ranks: float
+    written_ranks: float  # those that have written their part of the checkpoint that is being saved
+    is_skipped: float
+    misfit: float
+
+
+def read_numbers(ranks: Ranks, means: dict[str, Tensor], checksums: Tensor, **scalars: Tensor) -> StepNumbers:
+    """Copy a step's numbers to the host: the only wait for the device."""
+    values = torch.stack([widened(value) for value in (*means.values(), *scalars.values())])
+    numbers = ranks.tolist(torch.cat([values, checksums]))
+    read_scalars = dict(zip(scalars, numbers[len(means):]))
+    return StepNumbers(dict(zip(means, numbers)), joined(numbers[len(values):]), **read_scalars)
+
+
+@collective
+def take_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
+    """Take a step; with REPRODUCIBLE, repeat it until its gradients fit the scale of their sums."""
+    result = train_step(run, reducer, batches, count, lr)
+    while result.misfit:
+        reducer.rescale(run.progress, result.misfit)
+        result = train_step(run, reducer, batches, count, lr)
+    return result
+
+
 @phase("optimizer")
 @collective
 def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
@@ -207,9 +239,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         reducer.begin(units, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
     # With DDP or FSDP, the last backward has averaged the gradients over the ranks, and `reduce` adds those
-    # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all; if `fits` is false, its sums had the wrong
-    # scale, and the step is tried again.
-    fits, largest = reducer.reduce(units.clamp(min=1))
+    # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all.
+    misfit = reducer.reduce(units.clamp(min=1))
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
@@ -218,39 +249,35 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
-    stops = torch.full_like(norm, run.must_stop)
-    written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
-    local_sums = [widened(value).flatten() for value in (*sums.values(), norm, stops, written)]
+    must_stop = torch.full_like(norm, run.must_stop)
+    has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
+    local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
-    *totals, norms, stops, written = (values.sum() for values in all_sums)
-    means = [total / units for total in totals]
+    *totals, norm_sum, stopping_ranks, written_ranks = [values.sum() for values in all_sums]
+    means = {name: total / units for name, total in zip(sums, totals)}
 
     middle, deviation = median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
-    skipped = ~(means[0].isfinite() & norms.isfinite() & fits)
+    is_skipped = ~(means["loss"].isfinite() & norm_sum.isfinite() & (misfit == 0))
     if config.loss_spike_policy != "warn":
-        skipped |= means[0] > limit
-    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
+        is_skipped |= means["loss"] > limit
+    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), is_skipped.float())
 
-    # The only wait for the device.
-    values = torch.stack([widened(value) for value in
-                          (*means, norms, stops, written, norm, skipped, units, fits, largest)])
     has_checksums = config.ledger_checksum or config.reproducible
-    halves = weight_checksums(run.model) if has_checksums else values[:0]
-    numbers = ranks.tolist(torch.cat([values, halves]))
-    *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
-    if not fits:
-        reducer.adjust(run.progress, largest)
-        return train_step(run, reducer, batches, count, lr)
-    loss, *others = means
-    finite = units == 0 or math.isfinite(loss) and (
-        math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
+    checksums = weight_checksums(run.model) if has_checksums else local_sums[0][:0]
+    numbers = read_numbers(
+        ranks, means, checksums, units=units, grad_norm=norm, norm_sum=norm_sum,
+        stopping_ranks=stopping_ranks, written_ranks=written_ranks, is_skipped=is_skipped, misfit=misfit)
+    loss = numbers.means.pop("loss")
+    finite = numbers.units == 0 or math.isfinite(loss) and (
+        math.isfinite(numbers.norm_sum) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
-    metrics = dict(zip([*sums][1:], others))
-    return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0,
-                      joined(numbers[len(values):]), written == ranks.world_size)
+    return StepResult(
+        loss, numbers.means, round(numbers.units), numbers.grad_norm, finite, updated=not numbers.is_skipped,
+        spike=spike, stop=numbers.stopping_ranks > 0, checksums=numbers.checksums,
+        is_written=numbers.written_ranks == ranks.world_size, misfit=numbers.misfit)
 
 
 def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> dict[str, Tensor]:

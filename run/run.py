@@ -127,6 +127,7 @@ class StepResult(NamedTuple):
     stop: bool  # a rank received a stop signal
     checksums: Sequence[int] = ()  # of the trained weights, by name, with LEDGER_CHECKSUM
     is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
+    misfit: float = 0.0  # if not 0, the largest gradient, which did not fit the scale of `Reducer.reduce`
 
 
 @dataclass

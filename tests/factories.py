@@ -409,7 +409,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
                           must_stop=False)
     reducer = make_reducer(model, ranks, config, run.optimizer)
     count = sum(int(run.objective.count(batch)) for batch in batches)
-    result = train.train_step(run, reducer, batches, count, 0.01)
+    result = train.take_step(run, reducer, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 
