@@ -37,6 +37,7 @@ from learn.optim import Optimizer, make_reducer
 from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
+from parallel.process import ERROR_FILE
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import TOKENS_PER_PARAMETER
 from plan.layers import PRESETS_DIR, Settings
@@ -129,7 +130,7 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 
 def check(loaded: Settings) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
-    if os.environ.get("RANK", "0") != "0":  # one process reports for all
+    if os.environ.get("RANK", "0") != "0" and ERROR_FILE in os.environ:  # one rank reports for all
         return 0
     with suppress(PaddockError):  # check_inputs reports it
         loaded = decide_by_data(loaded)

@@ -33,7 +33,7 @@ from config import (
     on_resume,
     rules,
 )
-from parallel.process import configure_allocator, first_on_machine
+from parallel.process import check_ranks, configure_allocator, first_on_machine, is_lone_rank, rank_note
 from plan import derived
 from plan.derived import PRESETS_DIR
 from plan.names import (
@@ -498,9 +498,10 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
+            remedy = "unset WORLD_SIZE" if "WORLD_SIZE" in environ else "remove it"
             yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use "
                    f"{command('scripts/launch.py', '--nproc-per-node', str(config.world_size))} (or torchrun)"
-                   ", or remove it")
+                   f", or {remedy}")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
@@ -574,6 +575,7 @@ def load_or_exit(argv: Sequence[str], usage: str) -> Settings:
         raise SystemExit(0)
     try:
         loaded = load_config(argv)
+        check_ranks({**loaded.exports, **os.environ})
     except SettingsError as error:
         exit_with(error)
     export(loaded)
@@ -586,7 +588,8 @@ def exit_with(error: SettingsError) -> NoReturn:
     with first_on_machine() as first:
         if first:
             title = f"{counted(len(lines), 'error')} in the settings:"
-            print_safely("\n  ".join([title, *lines]), sys.stderr)
+            note = [rank_note()] if is_lone_rank() and rank_note() not in lines else []
+            print_safely("\n  ".join([title, *lines, *note]), sys.stderr)
     raise SystemExit(error.exit_code)
 
 

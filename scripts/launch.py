@@ -493,6 +493,7 @@ def stop_twice(error: type[Exception]) -> None:
 
 def main() -> None:
     process.open_missing_streams()
+    process.forget_ranks()
     args, flags = parse_args()
     process.exit_at_signals()
     # Sharding is checked below, when the number of ranks is known.
