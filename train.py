@@ -50,7 +50,7 @@ from evaluation.during_run import due, evaluate
 from learn.objectives import ONLINE, Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
-from parallel.ranks import Interrupted, Ranks, classify_exception, collective, stop_watchdog, widened
+from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.extensions import Extension, find
 from run.run import (
     Run,
@@ -193,25 +193,15 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of a step that the host reads, the same on every rank."""
+    """Scalars of a step, the same on every rank: on the device, and then on the host."""
 
-    means: dict[str, float]  # over all units of the global batch: "loss", then the objective's metrics
-    checksums: list[int]  # of the trained weights, with LEDGER_CHECKSUM
-    units: float  # in the global batch
-    grad_norm: float
-    norm_sum: float  # of the ranks' gradient norms: not finite if one of them is not
-    stopping_ranks: float
-    written_ranks: float  # those that have written their part of the checkpoint that is being saved
-    is_skipped: float
-    misfit: float
-
-
-def read_numbers(ranks: Ranks, means: dict[str, Tensor], checksums: Tensor, **scalars: Tensor) -> StepNumbers:
-    """Copy a step's numbers to the host: the only wait for the device."""
-    values = torch.stack([widened(value) for value in (*means.values(), *scalars.values())])
-    numbers = ranks.tolist(torch.cat([values, checksums]))
-    read_scalars = dict(zip(scalars, numbers[len(means):]))
-    return StepNumbers(dict(zip(means, numbers)), joined(numbers[len(values):]), **read_scalars)
+    units: Tensor | float  # in the global batch
+    norm: Tensor | float  # of the gradients
+    norm_sum: Tensor | float  # over the ranks: not finite if the norm of one rank is not
+    stopping_ranks: Tensor | float
+    written_ranks: Tensor | float  # those that have written their part of the checkpoint
+    is_skipped: Tensor | float
+    misfit: Tensor | float
 
 
 @collective
@@ -264,20 +254,21 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), is_skipped.float())
 
     has_checksums = config.ledger_checksum or config.reproducible
-    checksums = weight_checksums(run.model) if has_checksums else local_sums[0][:0]
-    numbers = read_numbers(
-        ranks, means, checksums, units=units, grad_norm=norm, norm_sum=norm_sum,
-        stopping_ranks=stopping_ranks, written_ranks=written_ranks, is_skipped=is_skipped, misfit=misfit)
-    loss = numbers.means.pop("loss")
+    halves = weight_checksums(run.model) if has_checksums else local_sums[0][:0]
+    on_device = StepNumbers(units, norm, norm_sum, stopping_ranks, written_ranks, is_skipped, misfit)
+    scalars = torch.stack([widened(value) for value in (*means.values(), *on_device)])
+    values = ranks.tolist(torch.cat([scalars, halves]))  # the only wait for the device
+    loss, *metrics = values[:len(means)]
+    numbers = StepNumbers(*values[len(means):len(scalars)])
     finite = numbers.units == 0 or math.isfinite(loss) and (
         math.isfinite(numbers.norm_sum) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
-    return StepResult(
-        loss, numbers.means, round(numbers.units), numbers.grad_norm, finite, updated=not numbers.is_skipped,
-        spike=spike, stop=numbers.stopping_ranks > 0, checksums=numbers.checksums,
-        is_written=numbers.written_ranks == ranks.world_size, misfit=numbers.misfit)
+    is_written, checksums = numbers.written_ranks == ranks.world_size, joined(values[len(scalars):])
+    return StepResult(loss, dict(zip([*sums][1:], metrics)), round(numbers.units), numbers.norm, finite,
+                      not numbers.is_skipped, spike, numbers.stopping_ranks > 0, checksums, is_written,
+                      numbers.misfit)
 
 
 def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and how 
 # Files beside a rank's error file: it has state to save; the folder into which the run writes.
 JOINED, RUN_FOLDER = "joined", "run-folder"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by launchers
 STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
 MARKERS: set[str] = set()  # names of the markers that this process has written
 
@@ -67,8 +67,7 @@ def exit_with_launcher() -> None:
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:  # it died before the call
-            print_safely(f"error: this rank's launcher, process {launcher}, has ended. If an earlier job "
-                         f"left its number in the environment: unset {LAUNCHER_PID}", sys.stderr)
+            print_safely(f"error: the launcher, {LAUNCHER_PID}={launcher}, has ended", sys.stderr)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -88,32 +87,21 @@ def leaving_what_is_stuck() -> Iterator[None]:
             os._exit(error.code if exits else int(error is not None))
 
 
-def forget_ranks() -> None:
-    """Remove what a rank of an earlier job has left in the environment of a command, which is not a rank."""
-    if {"RANK", "LOCAL_RANK"} & os.environ.keys():
-        for name in (*RANK_VARIABLES, ERROR_FILE, LAUNCHER_PID):
-            os.environ.pop(name, None)
-
-
 def rank_note() -> str:
-    """Return which variables make this process a rank of a job, and how to remove them."""
+    """Return what makes this process a rank, and the remedy, until it has found a launcher or other ranks."""
     names = [name for name in RANK_VARIABLES if name in os.environ]
+    if names in ([], ["WORLD_SIZE"]) or ERROR_FILE in os.environ or JOINED in MARKERS:
+        return ""
     values = ", ".join(f"{name}={os.environ[name]}" for name in names)
     return (f"the environment has {values}, as for one rank of a job, which also needs MASTER_ADDR and "
             f"MASTER_PORT. If an earlier job left this there: unset {' '.join(names)}")
 
 
-def is_lone_rank() -> bool:
-    """Return whether the environment makes this a rank that knows of no launcher and no other rank."""
-    is_rank = bool({"RANK", "LOCAL_RANK"} & os.environ.keys())
-    return is_rank and ERROR_FILE not in os.environ and JOINED not in MARKERS
-
-
 def check_ranks(environ: Mapping[str, str]) -> None:
     """Raise SettingsError if the environment names one of several ranks, but not where they meet."""
-    numbers = [environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")]
-    is_single = numbers == ["0", "0"] and ("RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
-    if not is_single and not all(environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+    ranks = [environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")]
+    is_single = ranks == ["0", "0"] and ("RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
+    if rank_note() and not is_single and not all(map(environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
         raise SettingsError(rank_note())
 
 
@@ -150,8 +138,8 @@ def first_on_machine() -> Iterator[bool]:
     """A `with` block for output that every rank of this machine would print; yields True in the first rank.
 
     The others wait until the first has printed, because torchrun ends all ranks when one exits. They share a
-    lock file in the folder of torch's launchers. Without such a launcher, LOCAL_RANK 0 is the first once the
-    ranks have joined; before, there may be no other rank, so that each one prints.
+    lock file in the folder of torch's launchers. Without one, each rank prints until it knows that others
+    exist, and LOCAL_RANK 0 afterwards.
     """
     first, file = JOINED not in MARKERS or os.environ.get("LOCAL_RANK", "0") == "0", None
     with ExitStack() as stack:

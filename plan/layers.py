@@ -33,7 +33,7 @@ from config import (
     on_resume,
     rules,
 )
-from parallel.process import check_ranks, configure_allocator, first_on_machine, is_lone_rank, rank_note
+from parallel.process import check_ranks, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.derived import PRESETS_DIR
 from plan.names import (
@@ -588,8 +588,8 @@ def exit_with(error: SettingsError) -> NoReturn:
     with first_on_machine() as first:
         if first:
             title = f"{counted(len(lines), 'error')} in the settings:"
-            note = [rank_note()] if is_lone_rank() and rank_note() not in lines else []
-            print_safely("\n  ".join([title, *lines, *note]), sys.stderr)
+            notes = {rank_note()} - {"", *lines}
+            print_safely("\n  ".join([title, *lines, *notes]), sys.stderr)
     raise SystemExit(error.exit_code)
 
 

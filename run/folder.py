@@ -137,15 +137,6 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
 
 
-@contextmanager
-def new_locked_folder(path: Path) -> Iterator[Path]:
-    """A `with` block in which `new_folder(path)` is locked."""
-    with disk_errors(path):
-        folder = new_folder(path)
-    with lock_run(folder):
-        yield folder
-
-
 # ----------------------------------------------------------------------------------- settings files
 
 

@@ -292,20 +292,11 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
     for name, rows in optimizer_state.items():
         like = trained[name.rpartition(".")[0]]
         tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim)
+    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim,
+                                       run.log.warn)
     copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
                             for name, (rows, like) in tensors.items()})
     return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
-
-
-@collective
-def allocate_copies(run: Run) -> bool:
-    """Allocate host memory for copies of `tensors_to_save`; if there is too little, warn and return False."""
-    shortage = run.shard.allocate()
-    if shortage and not run.shard.was_reported:
-        run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-        run.shard.was_reported = True
-    return not shortage
 
 
 @collective
@@ -318,7 +309,7 @@ def pin_early(run: Run) -> None:
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
         with phase("save"):
             tensors_to_save(run)
-            allocate_copies(run)
+            run.shard.allocate()
 
 
 @phase("save")
@@ -364,7 +355,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     saving = PendingSave(step, started, run.shard, files, write_others, manifest)
     if is_folder_lost(run):
         save_in_new_folder(run, saving)
-    if not config.async_save or wait or not allocate_copies(run):
+    if not config.async_save or wait or not run.shard.allocate():
         run.saving = saving
         return finish_saving(run)
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
@@ -413,9 +404,10 @@ def finish_saving(run: Run) -> None:
 def save_in_new_folder(run: Run, saving: PendingSave) -> NoReturn:
     """Complete a checkpoint in a new folder, and end the run, whose own folder was renamed or deleted."""
     lost = run.folder
+    free = (str(each) for each in run_folder.numbered(lost) if not each.exists())
+    run.run_folder, run.saving = RunFolder(Path(run.ranks.broadcast(next(free)))), saving
     with ExitStack() as stack:
-        folder = run.ranks.on_rank0(lambda: str(stack.enter_context(run_folder.new_locked_folder(lost))))
-        run.run_folder, run.saving = RunFolder(Path(run.ranks.broadcast(folder))), saving
+        run.ranks.on_rank0(lambda: stack.enter_context(run_folder.lock_run(run.folder)))
         finish_saving(run)
     error = CheckpointError(f"{lost} was renamed or deleted during the run. The state after step "
                             f"{saving.step} is saved in a new folder, {run.folder}, without the earlier logs "
