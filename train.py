@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import PaddockError, SettingsError
 from common.text import (
@@ -129,10 +129,9 @@ def train(planned: Planned, argv: Sequence[str]) -> int:
 def train_loop(run: Run, reducer: Reducer) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
-    if run.finished and progress.pending_metrics is None:
-        early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.info(f"Nothing to do: the run has finished step {progress.step} of MAX_STEPS={config.max_steps}."
-                 f"{early}")
+    if (run.finished or run.stops_here) and progress.pending_metrics is None:
+        log.info(f"Nothing to do: the run is at step {progress.step}, and MAX_STEPS={config.max_steps}. "
+                 f"{run.how_to_continue()}")
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
@@ -149,7 +148,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     seed_step(config.seed, progress.step, run.ranks.rank)
                     lr = learning_rate(progress.updates, config)
                 # GRPO may make several updates on the answers of a step.
-                take = train_step if config.updates_per_step == 1 else ONLINE["updates"]
+                take = take_step if config.updates_per_step == 1 else ONLINE["updates"]
                 result = take(run, reducer, prepared.batches, prepared.count, lr)
                 result = result._replace(metrics=prepared.metrics | result.metrics)
                 seconds.append(time.perf_counter() - begun)
@@ -181,11 +180,11 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
         log.ending = [stopped]
         return EXIT_PREEMPTED
-    if progress.step < config.max_steps:
-        log.info(run.why_early())
+    if progress.step != config.max_steps:
+        log.info(run.how_to_continue())
     took = f"; this start took {progress.step - first:,} of them" if first else ""
-    text = (f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took} in "
-            f"{duration(time.perf_counter() - started)}.")
+    text = (f"{'Finished' if run.finished else 'Stopped after'} {counted(progress.step, 'step')} "
+            f"({progress.tokens_seen:,} tokens){took} in {duration(time.perf_counter() - started)}.")
     for line in (text, *(line for extension in run.extensions for line in extension.summary(run))):
         log.info(line, shown="")
     log.ending = [text]
@@ -204,6 +203,28 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
     return Prepared(batches, count, {})
 
 
+class StepNumbers(NamedTuple):
+    """Scalars of a step, the same on every rank: on the device, and then on the host."""
+
+    units: Tensor | float  # in the global batch
+    norm: Tensor | float  # of the gradients
+    norm_sum: Tensor | float  # over the ranks: not finite if the norm of one rank is not
+    stopping_ranks: Tensor | float
+    written_ranks: Tensor | float  # those that have written their part of the checkpoint
+    is_skipped: Tensor | float
+    misfit: Tensor | float
+
+
+@collective
+def take_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
+    """Take a step; with REPRODUCIBLE, repeat it until its gradients fit the scale of their sums."""
+    result = train_step(run, reducer, batches, count, lr)
+    while result.misfit:
+        reducer.rescale(run.progress, result.misfit)
+        result = train_step(run, reducer, batches, count, lr)
+    return result
+
+
 @phase("optimizer")
 @collective
 def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
@@ -219,9 +240,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         reducer.begin(units, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
     # With DDP or FSDP, the last backward has averaged the gradients over the ranks, and `reduce` adds those
-    # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all; if `fits` is false, its sums had the wrong
-    # scale, and the step is tried again.
-    fits, largest = reducer.reduce(units.clamp(min=1))
+    # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all.
+    misfit = reducer.reduce(units.clamp(min=1))
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
@@ -230,39 +250,36 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
-    stops = torch.full_like(norm, run.context.signals.received is not None)
-    written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
-    local_sums = [widened(value).flatten() for value in (*sums.values(), norm, stops, written)]
+    must_stop = torch.full_like(norm, run.must_stop)
+    has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
+    local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
-    *totals, norms, stops, written = (values.sum() for values in all_sums)
-    means = [total / units for total in totals]
+    *totals, norm_sum, stopping_ranks, written_ranks = [values.sum() for values in all_sums]
+    means = {name: total / units for name, total in zip(sums, totals)}
 
     middle, deviation = median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
-    skipped = ~(means[0].isfinite() & norms.isfinite() & fits)
+    is_skipped = ~(means["loss"].isfinite() & norm_sum.isfinite() & (misfit == 0))
     if config.loss_spike_policy != "warn":
-        skipped |= means[0] > limit
-    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
+        is_skipped |= means["loss"] > limit
+    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), is_skipped.float())
 
-    # The only wait for the device.
-    values = torch.stack([widened(value) for value in
-                          (*means, norms, stops, written, norm, skipped, units, fits, largest)])
     has_checksums = config.ledger_checksum or config.reproducible
-    halves = weight_checksums(run.model) if has_checksums else values[:0]
-    numbers = ranks.tolist(torch.cat([values, halves]))
-    *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
-    if not fits:
-        reducer.adjust(run.progress, largest)
-        return train_step(run, reducer, batches, count, lr)
-    loss, *others = means
-    finite = units == 0 or math.isfinite(loss) and (
-        math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
+    halves = weight_checksums(run.model) if has_checksums else local_sums[0][:0]
+    on_device = StepNumbers(units, norm, norm_sum, stopping_ranks, written_ranks, is_skipped, misfit)
+    scalars = torch.stack([widened(value) for value in (*means.values(), *on_device)])
+    values = ranks.tolist(torch.cat([scalars, halves]))  # the only wait for the device
+    loss, *metrics = values[:len(means)]
+    numbers = StepNumbers(*values[len(means):len(scalars)])
+    finite = numbers.units == 0 or math.isfinite(loss) and (
+        math.isfinite(numbers.norm_sum) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
-    metrics = dict(zip([*sums][1:], others))
-    return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0,
-                      joined(numbers[len(values):]), written == ranks.world_size)
+    is_written, checksums = numbers.written_ranks == ranks.world_size, joined(values[len(scalars):])
+    return StepResult(loss, dict(zip([*sums][1:], metrics)), round(numbers.units), numbers.norm, finite,
+                      not numbers.is_skipped, spike, numbers.stopping_ranks > 0, checksums, is_written,
+                      numbers.misfit)
 
 
 def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> dict[str, Tensor]:

@@ -12,8 +12,9 @@ PARENT = "PADDOCK_PID"  # environment variable: the process that started this co
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 received: list[tuple[int, float]] = []  # signals of this process, with their times
 sentence = ""  # what a running command says when it is interrupted
-# Of a command and those that it starts, the first one reports; of the ranks of a machine, one.
-is_reporting = os.environ.get("LOCAL_RANK", str(int(os.environ.get(PARENT) == str(os.getppid())))) == "0"
+# Of a command and those that it starts, the first one reports; of the ranks that a launcher starts, one.
+is_reporting = (os.environ.get("LOCAL_RANK") == "0" if "TORCHELASTIC_ERROR_FILE" in os.environ
+                else os.environ.get(PARENT) != str(os.getppid()))
 
 
 def install() -> None:

@@ -35,6 +35,7 @@ from learn.optim import Optimizer, make_reducer
 from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
+from parallel.process import ERROR_FILE
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import PRESETS_DIR, TOKENS_PER_PARAMETER
 from plan.make import Facts, Plan, complete, make_plan
@@ -51,7 +52,7 @@ from run.facts import (
     with_identities,
     with_tokens,
 )
-from run.folder import has_run
+from run.folder import RunFolder, has_run
 from run.run import Inputs, Progress, Run, trained_bytes
 from tokenizer import load_tokenizer
 from train import train_step
@@ -107,8 +108,8 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         lora.cast_base(model, dtype)
     objective = probe_objective(config, model)
     is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
-    run = Run(config, RunContext(ranks, StopSignals(), None), inputs, None, model, Optimizer(model, config),
-              None, Progress(), objective, None)
+    run = Run(config, RunContext(ranks, StopSignals(), None), inputs, RunFolder(Path()), model,
+              Optimizer(model, config), None, Progress(), objective, None)
     reducer = make_reducer(model, ranks, config, run.optimizer)
     batches = [inputs.rows(each).to(device) for each in inputs.order(config, ranks).micro_batches(0)[:8]]
 
@@ -138,7 +139,7 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 
 def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
-    if os.environ.get("RANK", "0") != "0":  # one process reports for all
+    if os.environ.get("RANK", "0") != "0" and ERROR_FILE in os.environ:  # one rank reports for all
         return 0
     if isinstance(planned, PaddockError):
         raise planned

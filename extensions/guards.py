@@ -26,7 +26,7 @@ from model_utils import forced_eager, seed_step
 from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
-from run.run import Run, StepResult, follow_folder
+from run.run import Run, StepResult
 from run.step_log import checksum, save_before
 from train import accumulate_gradients
 
@@ -72,7 +72,6 @@ class Guards(Extension):
     def evaluate(self, run: Run) -> dict[str, float]:
         """Warn once, on rank 0, if the validation loss is now significantly above its best."""
         if run.ranks.is_rank0 and "val_loss" in run.progress.pending_metrics:
-            self.evaluations.path = run.folder / "evaluations.jsonl"
             for line in self.evaluations.new_lines():
                 if (entry := self.evaluations.parse(line)) and (scores := item_scores(entry.model_dump())):
                     self.losses.add(scores)
@@ -285,7 +284,6 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
 
     Returns the debug folder, the reports of all ranks, and a clause on whether the state is saved.
     """
-    follow_folder(run)
     step = run.progress.step + 1
     report = {"step": step, "rank": run.ranks.rank,
               "loss": str(result.loss), "grad_norm": str(result.grad_norm),
@@ -303,7 +301,8 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
               for name in ("tokens_BT", "targets_BT")}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):  # without the run's folder, which may have been deleted
+            made.mkdir(exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
         write_tensors(folder / f"{name}.safetensors", inputs | gradients)
         if run.ranks.is_rank0 and not result.finite:

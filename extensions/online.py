@@ -466,10 +466,10 @@ def take_updates(run: Run, reducer: Reducer, batches: list[Batch], count: int, l
     `run.undo` restores the state before them. The result has means, and the largest spike.
     """
     run.undo, restore = None, copy_state(run)
-    updates = [train.train_step(run, reducer, batches, count, lr)]
+    updates = [train.take_step(run, reducer, batches, count, lr)]
     while updates[-1].finite and len(updates) < run.config.updates_per_step:
         run.undo = restore
-        updates.append(train.train_step(run, reducer, batches, count, lr))
+        updates.append(train.take_step(run, reducer, batches, count, lr))
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(updates)

@@ -159,12 +159,12 @@ class Moment(NamedTuple):
 
 
 class PowerSampler:
-    """A thread that samples a meter into a file `hz` times per second; the file's folder may be renamed.
+    """A thread that samples a meter into a file `hz` times per second.
 
     The thread calls `open_meter`, `note` if that fails, and `warn` if lines cannot be written.
     """
 
-    def __init__(self, open_meter: Callable[[], Any], gpu: str, hz: float, path: Callable[[], Path],
+    def __init__(self, open_meter: Callable[[], Any], gpu: str, hz: float, path: Path,
                  note: Callable[[str], None], warn: Callable[[str], None]):
         self.open_meter, self.gpu, self.hz, self.path, self.note = open_meter, gpu, hz, path, note
         self.warn = once(warn)
@@ -253,7 +253,7 @@ class PowerSampler:
         """Append the lines to the file; lines that cannot be written are dropped."""
         lines, self.lines = self.lines, []
         try:
-            with open(self.path(), "a+b", buffering=0, opener=plain) as file:
+            with open(self.path, "a+b", buffering=0, opener=plain) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - 4096))
                 cut = len(file.read().rpartition(b"\n")[2])  # of a killed process, or from a full disk
@@ -262,7 +262,7 @@ class PowerSampler:
                 if file.write(content) < len(content):
                     raise OSError("not enough space")
         except OSError as error:
-            self.warn(f"{self.path().name} cannot be written: {error.strerror or error}; the run continues, "
+            self.warn(f"{self.path.name} cannot be written: {error.strerror or error}; the run continues, "
                       "and these measurements are lost")
 
 
@@ -276,4 +276,4 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
     uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
     file = f"power-rank-{ranks.rank}.csv" if ranks.rank else "power.csv"
     return PowerSampler(lambda: GpuMeter(uuid), str(number_of(ranks.rank)), config.power_hz,
-                        lambda: run.folder / file, run.log.info, run.log.warn)
+                        run.folder / file, run.log.info, run.log.warn)

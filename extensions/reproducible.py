@@ -166,10 +166,10 @@ class ReproducibleReducer(Reducer):
         return F.pad(value.detach().double()[None], (self.done - 1, len(self.largest) - self.done))
 
     @collective
-    def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce(self, units: Tensor) -> Tensor:
         """Add the sums of all ranks; set the gradients to these sums divided by `units`.
 
-        Return whether all gradients fitted, and the largest of a micro-batch. Non-finite tensors become NaN.
+        Return the largest of a micro-batch if it did not fit, else 0. Non-finite tensors become NaN.
         """
         self.ranks.all_reduce(self.integers)
         divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()
@@ -189,7 +189,8 @@ class ReproducibleReducer(Reducer):
                         rows.copy_(each.gradients[first:first + rows.numel()].view_as(rows))
         largest = self.largest.max().int().view(torch.float32).double()
         lowest = 2.0**(self.exponent - 2 * HEADROOM_BITS) if self.exponent > LOWEST_EXPONENT else 0.0
-        return (largest <= 2.0**self.exponent) & ((largest > lowest) | (largest == 0)), largest
+        fits = (largest <= 2.0**self.exponent) & ((largest > lowest) | (largest == 0))
+        return largest.where(~fits, 0)
 
     @collective
     def norm(self) -> Tensor:
@@ -207,9 +208,8 @@ class ReproducibleReducer(Reducer):
                 dist.all_reduce(sums_R, group=mesh.get_group(SHARD))
         return row_sums(sums_R[None])[0].sqrt()
 
-    def adjust(self, progress: SavedProgress, number: float) -> None:
-        """Choose the exponent to try a step again with, after this largest gradient."""
-        progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(number)[1] + HEADROOM_BITS)
+    def rescale(self, progress: SavedProgress, misfit: float) -> None:
+        progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(misfit)[1] + HEADROOM_BITS)
 
 
 REDUCERS["reproducible"] = ReproducibleReducer

@@ -107,9 +107,6 @@ class Wandb:
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         self.log({name: self.module.Table(columns=[*columns], data=[*rows])}, step)
 
-    def follow(self, run_dir: Path, step: int) -> None:
-        """Do nothing: the service keeps its files open."""
-
     def report(self, path: Path) -> None:
         artifact = self.module.Artifact(f"report-{self.run.id}", "report")
         artifact.add_file(str(path))
@@ -185,12 +182,7 @@ class TensorBoard:
         show = threading.excepthook
         threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
                                               or show(death))
-        self.open = lambda folder, step: SummaryWriter(folder / "tensorboard", purge_step=step + 1)
-        self.writer = self.open(run_dir, step)
-
-    def follow(self, run_dir: Path, step: int) -> None:
-        """Open files in the renamed folder: TensorBoard opens them by path for each write."""
-        self.writer = self.open(run_dir, step)
+        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():

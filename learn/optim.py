@@ -82,17 +82,14 @@ class Reducer:
         return value
 
     @collective
-    def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """Complete the gradients; return whether they are right, and a number, both on the device.
-
-        Otherwise `adjust` gets the number, and the step is tried again.
-        """
+    def reduce(self, units: Tensor) -> Tensor:
+        """Complete the gradients; return 0, or the largest one if they did not fit a scale, on the device."""
         if fsdp.is_sharded(self.model):
             fsdp.average_vectors(self.model, self.ranks)
-        return units > 0, units
+        return torch.zeros_like(units)
 
-    def adjust(self, progress: SavedProgress, number: float) -> None:
-        raise AssertionError("the step has no targets")
+    def rescale(self, progress: SavedProgress, misfit: float) -> None:
+        """Choose a scale for a second try of the step, after `reduce` has returned this number."""
 
     @collective
     def norm(self) -> Tensor:

@@ -15,13 +15,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional
 
 from common import interrupts
-from common.text import print_traceback
+from common.errors import SettingsError
+from common.text import print_safely, print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SECOND_SIGNAL_SECONDS = 1.0  # earlier repeats do not count: torchrun forwards signals of the terminal
@@ -34,7 +35,9 @@ RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and the 
 # `.env`, presets and files, which an automatic restart uses again.
 JOINED, RUN_FOLDER, SETTINGS = "joined", "run-folder", "settings"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by launchers
 STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
+MARKERS: set[str] = set()  # names of the markers that this process has written
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -65,6 +68,7 @@ def exit_with_launcher() -> None:
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:  # it died before the call
+            print_safely(f"error: the launcher, {LAUNCHER_PID}={launcher}, has ended", sys.stderr)
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -84,6 +88,24 @@ def leaving_what_is_stuck() -> Iterator[None]:
             os._exit(error.code if exits else int(error is not None))
 
 
+def rank_note() -> str:
+    """Return what makes this process a rank, and the remedy, until it has found a launcher or other ranks."""
+    names = [name for name in RANK_VARIABLES if name in os.environ]
+    if names in ([], ["WORLD_SIZE"]) or ERROR_FILE in os.environ or JOINED in MARKERS:
+        return ""
+    values = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return (f"the environment has {values}, as for one rank of a job, which also needs MASTER_ADDR and "
+            f"MASTER_PORT. If an earlier job left this there: unset {' '.join(names)}")
+
+
+def check_ranks(environ: Mapping[str, str]) -> None:
+    """Raise SettingsError if the environment names one of several ranks, but not where they meet."""
+    ranks = [environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")]
+    is_single = ranks == ["0", "0"] and ("RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
+    if rank_note() and not is_single and not all(map(environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
+        raise SettingsError(rank_note())
+
+
 def restart_info() -> dict[str, Any]:
     """Return the number of this `restart`, its `cause`, and how many are `left`; 0 without a launcher."""
     return {"restart": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
@@ -91,6 +113,7 @@ def restart_info() -> dict[str, Any]:
 
 def write_marker(name: str, text: str = "") -> None:
     """Write a file beside this process's error file, which a launcher reads."""
+    MARKERS.add(name)
     if file := os.environ.get(ERROR_FILE):
         with suppress(OSError):  # a full disk is reported when something is saved
             Path(file).with_name(name).write_text(text, encoding="utf-8")
@@ -116,9 +139,10 @@ def first_on_machine() -> Iterator[bool]:
     """A `with` block for output that every rank of this machine would print; yields True in the first rank.
 
     The others wait until the first has printed, because torchrun ends all ranks when one exits. They share a
-    lock file in the folder of torch's launchers; without such a launcher, LOCAL_RANK 0 is the first.
+    lock file in the folder of torch's launchers. Without one, each rank prints until it knows that others
+    exist, and LOCAL_RANK 0 afterwards.
     """
-    first, file = os.environ.get("LOCAL_RANK", "0") == "0", None
+    first, file = JOINED not in MARKERS or os.environ.get("LOCAL_RANK", "0") == "0", None
     with ExitStack() as stack:
         if os.environ.get(ERROR_FILE):
             first = True  # even if the file cannot be opened: twice is better than never

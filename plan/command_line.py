@@ -12,7 +12,7 @@ from common.command_line import VERSION, filled
 from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
 from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
-from parallel.process import configure_allocator, first_on_machine
+from parallel.process import check_ranks, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.derived import PRESETS_DIR
 from plan.layers import read_env_file, read_flags
@@ -96,9 +96,14 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
     Exits after --help and --version.
     """
     exit_after_help(argv, usage)
+    env_file = Path(read_flags(argv).env_file or ".env")
+    exports = read_env_file(env_file, os.environ).exports if env_file.is_file() else {}
+    try:
+        check_ranks({**exports, **os.environ})
+    except SettingsError as error:
+        exit_with(error)
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
-        env_file = Path(read_flags(argv).env_file or ".env")
-        set_variables(read_env_file(env_file, os.environ).exports if env_file.is_file() else {})
+        set_variables(exports)
         return None
     try:
         plan = make_plan(argv)
@@ -125,7 +130,8 @@ def exit_with(error: PaddockError) -> NoReturn:
             is_list = isinstance(error, SettingsError)
             title = [f"{counted(len(lines), 'error')} in the settings:"] if is_list else []
             lines = lines if is_list else [f"error: {error}"]
-            print_safely("\n  ".join([*title, *lines]), sys.stderr)
+            notes = {rank_note()} - {"", *lines}
+            print_safely("\n  ".join([*title, *lines, *notes]), sys.stderr)
     raise SystemExit(error.exit_code)
 
 

@@ -119,9 +119,10 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
+            remedy = "unset WORLD_SIZE" if "WORLD_SIZE" in environ else "remove it"
             yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use "
                    f"{command('scripts/launch.py', '--nproc-per-node', str(config.world_size))} (or torchrun)"
-                   ", or remove it")
+                   f", or {remedy}")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():

@@ -37,6 +37,7 @@ from plan.identity import differences, model_identity, weights_sha256
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
 from run.facts import (
+    Decision,
     Opened,
     Remake,
     decide,
@@ -69,21 +70,22 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
     `planned` is what make_plan returned or raised on rank 0; it is not used on other ranks.
     """
     extension_module("hang_report")  # before there can be a hang
-    opened: list[Opened] = []
+    decided: list[Decision] = []  # on rank 0
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
 
         def decide_here() -> dict[str, Any]:
             if not isinstance(planned, Plan):
                 raise planned
-            plan, folder, ours = decide(planned, remake, stack)
-            opened.append(ours)
-            return {"plan": plan.to_json(), "folder": str(folder.path),
-                    "device": prepare_device(plan.config).type, "timeout": plan.config.distributed_timeout}
+            decided.append(decision := decide(planned, remake, stack))
+            config = decision.plan.config
+            return {"plan": decision.plan.to_json(), "folder": str(decision.folder.path),
+                    "device": prepare_device(config).type, "timeout": config.distributed_timeout}
 
-        ranks, decision = stack.enter_context(meeting(decide_here))
-        plan = Plan.from_json(decision["plan"])
-        folder = RunFolder(Path(decision["folder"]))
+        ranks, terms = stack.enter_context(meeting(decide_here))
+        plan, folder, opened = Plan.from_json(terms["plan"]), RunFolder(Path(terms["folder"])), None
+        if decided:
+            _, folder, opened = decided[0]
         ACTIVITY.stacks_folder = folder.path / "log"
         log = RunLog(plan.config, ranks.rank, ranks.device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
@@ -95,7 +97,7 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
         if ranks.local_rank == 0 and not ranks.is_rank0:
             provide_sample(plan.config)
         try:
-            run = build(plan, context, folder, opened[0] if opened else None)
+            run = build(plan, context, folder, opened)
             for extension in run.extensions:
                 stack.push(lambda _, error, trace, each=extension: each.run_end(run, error))
             context.leave_if_stopped()

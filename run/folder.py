@@ -31,29 +31,23 @@ RUN_FILES = ("checkpoints", "config.json", SEGMENTS, *SCHEMAS, DATA, REPORT, "lo
 LOCK_ATTEMPTS = 10  # another job may delete the lock together with its folder
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, which can be renamed during the run."""
+    """A run's folder."""
 
     path: Path
     descriptor: Optional[int] = None  # of the open folder, on rank 0 only
 
-    def find(self) -> Optional[Path]:
-        """Return the folder's current path; None if it was deleted or is out of sight for this process."""
-        if self.descriptor is None:
-            return self.path
-        places = [self.path]
-        with suppress(OSError):
-            places.append(Path(os.readlink(f"/proc/self/fd/{self.descriptor}")))
-        for place in places:
-            try:
-                if os.path.samestat(os.stat(place), os.fstat(self.descriptor)):
-                    return place
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError:  # a network disk is away; the next write there reports it
-                return self.path
-        return None
+    @property
+    def is_lost(self) -> bool:
+        """True on rank 0 if the folder was renamed or deleted after the start."""
+        try:
+            return (self.descriptor is not None
+                    and not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a network disk is away; the next write there reports it
+            return False
 
 
 @contextmanager
@@ -135,19 +129,6 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
                 yield
                 return
     raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
-
-
-@contextmanager
-def recreate_run(run_dir: Path) -> Iterator[None]:
-    """A `with` block in which a new, locked folder replaces a deleted run folder."""
-    with disk_errors(run_dir):
-        try:
-            run_dir.mkdir(parents=True)
-        except FileExistsError as error:
-            raise CheckpointError(f"{run_dir} is not the folder that this run started in, which was deleted "
-                                  "or moved out of this job's sight; nothing more can be saved") from error
-    with lock_run(run_dir):
-        yield
 
 
 # ----------------------------------------------------------------------------------- settings files

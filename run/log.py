@@ -166,11 +166,6 @@ class RunLog:
             if EVALUATED.match(name) and isinstance(value, (int, float)):
                 self.first.setdefault(name, (step, value))
 
-    def follow(self, run_dir: Path, step: int) -> None:
-        """Continue in a renamed folder, with which open files move."""
-        self.run_dir = run_dir if self.rank == 0 else self.run_dir
-        self.send("follow", run_dir, step)
-
     def info(self, text: str, shown: Optional[str] = None) -> None:
         """Log a line. A terminal shows `shown` instead, of printable lines, if it is given."""
         self._write(text, sys.stdout, shown)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import shutil
 import socket
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
 from common.files import commit, disk_errors
 from common.text import counted
-from config import PLAIN_NAME, Config
+from config import Config
 from dataloaders import MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
@@ -141,6 +140,7 @@ class StepResult(NamedTuple):
     stop: bool  # a rank received a stop signal
     checksums: Sequence[int] = ()  # of the trained weights, by name, with LEDGER_CHECKSUM
     is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
+    misfit: float = 0.0  # if not 0, the largest gradient, which did not fit the scale of `Reducer.reduce`
 
 
 @dataclass
@@ -171,8 +171,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The last known path of the run's folder."""
         return self.run_folder.path
+
+    @property
+    def must_stop(self) -> bool:
+        """True if a stop signal arrived, or, on rank 0, if the run's folder was renamed or deleted."""
+        return self.context.signals.received is not None or self.run_folder.is_lost
 
     @property
     def finished(self) -> bool:
@@ -184,11 +188,14 @@ class Run:
     def stops_here(self) -> bool:
         return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
 
-    def why_early(self) -> str:
-        """Return why the run ends before MAX_STEPS."""
-        progress = self.progress
+    def how_to_continue(self) -> str:
+        """Return why the run takes no more steps, and what continues it."""
+        progress, config = self.progress, self.config
+        if progress.step >= config.max_steps:
+            epochs = f"raise EPOCHS={config.epochs:g}" if config.epochs else ""
+            return f"To continue, {epochs or f'set MAX_STEPS above {progress.step}'}."
         if not self.finished:
-            return f"STOP_STEP={self.config.stop_step}: the same command without it continues."
+            return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
         best = "finite loss"
         if progress.best_step:
             best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
@@ -263,44 +270,26 @@ def start_writing(run: Run) -> None:
 
 
 @collective
-def follow_folder(run: Run) -> bool:
-    """Follow the run's folder if it was renamed; return whether it still exists."""
-    before, current = run.folder, run.ranks.broadcast(str(run.run_folder.find() or ""))
-    if current in ("", str(before)):
-        return current != ""
-    run.run_folder.path = Path(current)
-    for name in ("saved", "started_from"):
-        path = getattr(run, name)
-        if path and path.is_relative_to(before):
-            setattr(run, name, run.folder / path.relative_to(before))
-    ACTIVITY.stacks_folder = run.folder / "log"
-    process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
-    run.log.follow(run.folder, run.progress.step)
-    run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
-                 f"later: {how_to_resume(run)}")
-    return True
+def is_folder_lost(run: Run) -> bool:
+    """Return whether the run's folder was renamed or deleted during the run."""
+    return run.ranks.broadcast(run.run_folder.is_lost)
 
 
 def how_to_resume(run: Run) -> str:
     """Return the command that resumes this run in a later job."""
-    config, flags = run.config, []
-    if config.resume == "never":
-        flags.append("--resume auto")
-    if run.folder.name != config.run_name:
-        flags.append(f"--run-name {shlex.quote(run.folder.name)}")
-    if run.folder.absolute().parent != Path(config.output_dir).absolute():
-        flags.append(f"--output-dir {shlex.quote(str(run.folder.parent))}")
-    plain = "" if PLAIN_NAME.fullmatch(run.folder.name) else ", after giving the folder a plain name"
-    return "the same command" + (f" with {' '.join(flags)}{plain}" if flags else "")
+    flags = [" --resume auto"] * (run.config.resume == "never")
+    if run.folder.name != run.config.run_name:
+        flags.append(f" --run-name {run.folder.name}")
+    return "the same command" + (f" with{''.join(flags)}" if flags else "")
 
 
 @collective
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
-    follow_folder(run)
     config, first = run.config, run.progress.step + 1
-    run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, config.public(),
-                                                        run.inputs.sources(config)))
+    if not is_folder_lost(run):
+        run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, config.public(),
+                                                            run.inputs.sources(config)))
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -317,20 +306,11 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
     for name, rows in optimizer_state.items():
         like = trained[name.rpartition(".")[0]]
         tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim)
+    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim,
+                                       run.log.warn)
     copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
                             for name, (rows, like) in tensors.items()})
     return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
-
-
-@collective
-def allocate_copies(run: Run) -> bool:
-    """Allocate host memory for copies of `tensors_to_save`; if there is too little, warn and return False."""
-    shortage = run.shard.allocate()
-    if shortage and not run.shard.was_reported:
-        run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-        run.shard.was_reported = True
-    return not shortage
 
 
 @collective
@@ -343,7 +323,7 @@ def pin_early(run: Run) -> None:
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
         with phase("save"):
             tensors_to_save(run)
-            allocate_copies(run)
+            run.shard.allocate()
 
 
 @phase("save")
@@ -358,8 +338,6 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     finish_saving(run)
     finish_pruning(run)
     config, progress, ranks = run.config, run.progress, run.ranks
-    is_lost = not follow_folder(run)
-    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
 
     weights, moments = tensors_to_save(run)
     state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, config, run.plan),
@@ -389,9 +367,12 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
 
     manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
     saving = PendingSave(step, started, run.shard, files, write_others, manifest)
-    if not config.async_save or wait or is_lost or not allocate_copies(run):
+    if is_folder_lost(run):
+        save_in_new_folder(run, saving)
+    if not config.async_save or wait or not run.shard.allocate():
         run.saving = saving
         return finish_saving(run)
+    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
     run.shard.copy(*run.shard.tensors)
     saving.start(checkpoint, run.log.warn)
     run.saving = saving
@@ -409,22 +390,18 @@ def finish_saving(run: Run) -> None:
     saving, run.saving = run.saving, None
     if saving is None:
         return
-    is_lost = not follow_folder(run)
-    if is_lost and saving.folder:  # a save of the current state reports it
+    if saving.folder and is_folder_lost(run):  # the run stops after this step, and saves its state elsewhere
         if saving.thread:
             saving.thread.cancel()
-        return save_checkpoint(run, wait=True)
+        return
     checkpoint, config = run.folder / "checkpoints" / f"step-{saving.step:08d}", run.config
-    with ExitStack() as stack:
-        if is_lost:
-            run.ranks.on_rank0(lambda: stack.enter_context(run_folder.recreate_run(run.folder)))
-        saving.complete(checkpoint, run.log.warn)
-        protected = [run.started_from] if run.started_from else []
-        if run.ranks.is_rank0:
-            run.pruning = Background(lambda warn: store.prune(
-                checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every))
-        if not saving.folder:
-            finish_pruning(run)
+    saving.complete(checkpoint, run.log.warn)
+    protected = [run.started_from] if run.started_from else []
+    if run.ranks.is_rank0:
+        run.pruning = Background(lambda warn: store.prune(
+            checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every))
+    if not saving.folder:
+        finish_pruning(run)
     if saving.step == run.progress.step:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
@@ -433,14 +410,24 @@ def finish_saving(run: Run) -> None:
     if not saving.folder:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     run.log.event("saved", saving.step, seconds=seconds, checkpoint=checkpoint.name)
-    if is_lost:
-        error = CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot "
-                                f"see it. The state after step {saving.step} is saved in a new folder with "
-                                f"that name, without the earlier logs. To resume: {how_to_resume(run)}")
-        error.on_all_ranks = True
-        raise error
     for extension in run.extensions:
         extension.saved(run)
+
+
+@collective
+def save_in_new_folder(run: Run, saving: PendingSave) -> NoReturn:
+    """Complete a checkpoint in a new folder, and end the run, whose own folder was renamed or deleted."""
+    lost = run.folder
+    free = (str(each) for each in run_folder.numbered(lost) if not each.exists())
+    run.run_folder, run.saving = RunFolder(Path(run.ranks.broadcast(next(free)))), saving
+    with ExitStack() as stack:
+        run.ranks.on_rank0(lambda: stack.enter_context(run_folder.lock_run(run.folder)))
+        finish_saving(run)
+    error = CheckpointError(f"{lost} was renamed or deleted during the run. The state after step "
+                            f"{saving.step} is saved in a new folder, {run.folder}, without the earlier logs "
+                            f"and checkpoints. To resume: {how_to_resume(run)}")
+    error.on_all_ranks = True
+    raise error
 
 
 @collective

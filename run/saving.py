@@ -15,8 +15,8 @@ from checkpoint import store
 from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile
 from common.activity import Background, tick
-from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, disk_errors, free_host_memory, sync
+from common.text import once
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
 
@@ -41,8 +41,8 @@ class RankShard:
     """
 
     @collective
-    def __init__(self, ranks: Ranks, shards: int, block_multiple: int):
-        self.ranks, self.block_multiple = ranks, block_multiple
+    def __init__(self, ranks: Ranks, shards: int, block_multiple: int, warn: Warn):
+        self.ranks, self.block_multiple, self.warn = ranks, block_multiple, once(warn)
         local = ranks.broadcast(min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
         copies, writers = max(1, local // shards), min(shards, local)
         copy, shard = divmod(ranks.rank, shards)
@@ -54,7 +54,6 @@ class RankShard:
         self.tensors: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.kept: dict[str, Tensor] = {}  # memory for copies, allocated once
         self.copied: dict[str, Tensor] = {}
-        self.was_reported = False
 
     def span(self, name: str, part: int) -> tuple[int, int]:
         count = self.tensors[name][2]
@@ -78,8 +77,9 @@ class RankShard:
         assert not rows.ndim or len(rows) == stop - start, f"{name}: another rank has rows {start} to {stop}"
         return rows
 
-    def allocate(self) -> str:
-        """Allocate memory for copies; if there is too little, return how much is missing. Rank 0 decides."""
+    @collective
+    def allocate(self) -> bool:
+        """Allocate memory for copies; if there is too little, warn once and return False. Rank 0 decides."""
         new = self.tensors.keys() - self.kept.keys()
         pinned = self.ranks.device.type == "cuda"
         sizes = [like.numel() * rows.itemsize for rows, like, _ in map(self.tensors.get, new)]
@@ -94,11 +94,13 @@ class RankShard:
         except RuntimeError:  # the memory cannot be pinned
             fits = False
         if self.ranks.all_agree(fits):
-            return ""
+            return True
         self.kept.clear()
         if torch.cuda.is_initialized():  # torch keeps what was pinned
             torch._C._host_emptyCache()
-        return f"a copy of the state needs {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB is free"
+        self.warn("ASYNC_SAVE: training stops while checkpoints are written, because a copy of the state "
+                  f"needs {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB is free")
+        return False
 
     def _empty(self, name: str, pinned: bool = False) -> Tensor:
         start, stop = self.span(name, self.part)
@@ -162,18 +164,17 @@ class PendingSave:
         if self.shard.part >= 0:
             self.thread = Background(lambda warn: store.retrying(partial(self.write, folder), warn))
 
-    def write(self, folder: Path, copy: Callable[[str], object] = lambda name: None) -> dict[str, list[str]]:
+    def write(self, folder: Path) -> dict[str, list[str]]:
         """Write and sync this rank's part; return the hashes of its blocks of each tensor, by file.
 
-        Args:
-            folder: the final path, for errors.
-            copy: called before each tensor, even after an error, because it may be collective.
+        `folder` is the final path, for errors. Unless everything was copied before, this is collective.
         """
         part, parts, error = self.shard.part, self.shard.parts, None
         hashes: dict[str, list[str]] = {name: [] for name in self.files}
         for name, file in self.files.items():
             for key, tensor in file.tensors.items():
-                copy(tensor.source)
+                if not self.folder:
+                    self.shard.copy(tensor.source)  # even after an error, because it is collective
                 try:
                     if part >= 0 and error is None:
                         hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
@@ -193,19 +194,13 @@ class PendingSave:
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
-        ranks, written = self.shard.ranks, None
+        ranks = self.shard.ranks
         try:
             if self.folder:
-                self.temporary = folder.with_name(self.temporary.name)
-                try:
-                    written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
-                except CheckpointError:
-                    if folder == self.folder:  # else the run's folder was renamed
-                        raise
-            if written is None:
-                copy = (lambda name: None) if self.folder else self.shard.copy
+                written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
+            else:
                 self.begin(folder, warn)
-                written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
+                written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder)), warn)
             parts = sorted(each for each in ranks.all_gather_json([self.shard.part, written]) if each[0] >= 0)
             hashed = {name: file.entry(hashes[name] for _, hashes in parts)
                       for name, file in self.files.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.errors import CheckpointError, LossSpikeError, NonFiniteError
 from parallel import fsdp
 from parallel.ranks import collective
-from run.run import Run, StepResult, finish_saving, save_checkpoint
+from run.run import Run, StepResult, finish_saving, is_folder_lost, save_checkpoint
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 SUMMED_WORDS = {"cpu": 2**16, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
@@ -71,7 +71,7 @@ def save_before(run: Run) -> str:
         return "nothing was updated, the weights were already non-finite and are not saved"
     try:
         finish_saving(run)
-        if run.saved is None:
+        if run.saved is None or is_folder_lost(run):
             save_checkpoint(run, wait=True)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))

@@ -494,6 +494,8 @@ def stop_twice(error: type[Exception]) -> None:
 
 def main() -> None:
     process.open_missing_streams()
+    for name in (*process.RANK_VARIABLES, process.ERROR_FILE, process.LAUNCHER_PID):
+        os.environ.pop(name, None)  # left by an earlier job
     args, flags = parse_args()
     process.exit_at_signals()
     # Sharding is checked below, when the number of ranks is known.

@@ -130,6 +130,8 @@ def main() -> None:
     planned = {"RANK": "0", "WORLD_SIZE": str(launching.nnodes * ranks)}
     if is_check := read_flags(settings).check:
         planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
+    else:
+        os.environ.pop("WORLD_SIZE", None)  # the launcher sets it
     if flags != own and ((name := peek(own)[0].get("run_name")) or values["preset"] != "sample"):
         run = Path(values.get("output_dir", "runs"), name or "")
         reason = f"There is no run {run} to resume, and no data is set" if name else "No data is set"

@@ -409,10 +409,10 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
-                          context=SimpleNamespace(signals=SimpleNamespace(received=None)))
+                          must_stop=False)
     reducer = make_reducer(model, ranks, config, run.optimizer)
     count = sum(int(run.objective.count(batch)) for batch in batches)
-    result = train.train_step(run, reducer, batches, count, 0.01)
+    result = train.take_step(run, reducer, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 

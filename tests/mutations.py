@@ -131,7 +131,7 @@ FAULTS = [
     fault("reproducible: dropout by the place on the rank", "extensions/reproducible.py", "seed_step(self.seed, step, self.done)",
           "seed_step(self.seed, step, 0)",
           EXACT + "test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_the_rank"),
-    fault("reproducible: a step is not repeated", "train.py", "if not fits:", "if False:",
+    fault("reproducible: a step is not repeated", "train.py", "while result.misfit:", "while False:",
           EXACT + "test_a_step_is_repeated_with_a_scale_that_fits"),
     fault("reproducible: NaN becomes an integer", "extensions/reproducible.py", ".where(self.not_finite == 0, torch.nan)", "+ 0 * self.not_finite",
           EXACT + "test_a_gradient_that_is_not_finite_makes_its_tensor_nan"),

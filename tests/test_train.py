@@ -35,6 +35,7 @@ from checkpoint import store
 from config import Config
 from evaluation import during_run
 from run import run as run_module
+from scripts import runs
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -184,6 +185,39 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     # With a larger MAX_STEPS it continues.
     assert run.train(MAX_STEPS=7) == 0
     assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({}, "the run is at step 6, and MAX_STEPS=6. To continue, set MAX_STEPS above 6."),
+    ({"MAX_STEPS": 4}, "the run is at step 6, and MAX_STEPS=4. To continue, set MAX_STEPS above 6."),
+    ({"MAX_STEPS": 9, "STOP_STEP": 2}, "the run is at step 6, and MAX_STEPS=9. STOP_STEP=2: to continue, remove it or set it above 6."),
+    ({"MAX_STEPS": None, "EPOCHS": 0.1}, "the run is at step 6, and MAX_STEPS=3. To continue, raise EPOCHS=0.1.")])
+def test_a_run_beyond_its_end_says_where_it_is_and_what_continues_it(changes, says, whole, tmp_path, capsys):
+    run = whole.copy(tmp_path / "runs")
+    run.settings = {name: value for name, value in (run.settings | changes).items() if value is not None}
+    assert run.train() == 0
+    printed = capsys.readouterr().out
+    assert f"Nothing to do: {says}" in printed and "Finished" not in printed
+    assert_same_run(run, whole, 6)
+
+
+def test_a_run_that_stop_step_ends_is_stopped_and_not_finished(whole, tiny_run, capsys, monkeypatch):
+    """In the list of runs too, also after a start with a smaller MAX_STEPS; each start says what continues it."""
+    run = tiny_run()
+    assert run.train(STOP_STEP=3) == 0
+    printed = capsys.readouterr().out
+    assert "STOP_STEP=3: to continue, remove it or set it above 3." in printed and "Stopped after 3 steps (" in printed
+    monkeypatch.setattr(sys, "argv", ["runs.py", "--output-dir", str(run.output_dir)])
+
+    def state() -> list[str]:
+        capsys.readouterr()
+        runs.main()
+        return capsys.readouterr().out.splitlines()[1].split()[2:4]
+
+    assert state() == ["3/6", "stopped"]
+    assert run.train(MAX_STEPS=2) == 0 and state() == ["3/6", "stopped"]
+    assert run.train() == 0 and state() == ["6/6", "finished"]
+    assert_same_run(run, whole, 6)
 
 
 @pytest.fixture(scope="module")

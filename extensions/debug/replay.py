@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import train
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
 from common.errors import CheckpointError, NonFiniteError, SettingsError
@@ -42,7 +43,6 @@ from run.facts import find_base, open_inputs, prepare_device, with_identities, w
 from run.folder import RunFolder
 from run.run import Run, StepResult
 from run.step_log import median_and_deviation, rows_crc32
-from train import train_step
 
 CONTEXT_TOKENS = 24  # to show before and after a token
 ROUNDING = 1e-3  # largest relative difference of a loss by rounding
@@ -278,7 +278,7 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
     reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
     if not run.config.reproducible:  # which has the same bits on any number of ranks
         run = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
-    return train_step(run, reducer, batches, count, learning_rate(run.progress.updates, run.config))
+    return train.take_step(run, reducer, batches, count, learning_rate(run.progress.updates, run.config))
 
 
 def difference(now: float, then: Optional[float]) -> float:

@@ -396,12 +396,14 @@ class RunReader:
                 return "running", f"running on another machine: {done} done"
             return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
                                "running on another machine")
-        if reason == "finished" or (reason is None and step >= max_steps > 0):
+        if step >= max_steps and (reason == "finished" or reason is None and max_steps > 0):
             return "finished", f"finished after {done}"
         if reason == "early stopping":
             return "finished", f"stopped early after {done}"
-        if reason == "stopped by a signal":
-            return "stopped", f"stopped by a signal after {done}"
+        # A start with a smaller MAX_STEPS takes no step, and ends as "finished".
+        stopped = {"stopped by a signal": reason, "STOP_STEP": "stopped by STOP_STEP", "finished": "stopped"}
+        if reason in stopped:
+            return "stopped", f"{stopped[reason]} after {done}"
         if reason:
             return "failed", f"failed after {done}: {reason}"
         if self.processes:

@@ -76,7 +76,7 @@ def main() -> None:
     tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
                                             for moment in ("exp_avg", "exp_avg_sq")}
-    shard, state = RankShard(ranks, 1, config.head_dim), {**tensors, **moments}
+    shard, state = RankShard(ranks, 1, config.head_dim, show), {**tensors, **moments}
     copied = shard.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
     files = huggingface.model_files({name: copied[name] for name in tensors}, config, args.vocab_size)
     files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments}, None, config.head_dim)
@@ -93,12 +93,11 @@ def main() -> None:
     tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     rss, rows = peak_memory(), []
-    if shortage := shard.allocate():
-        tell(f"copy: none, because {shortage}")
+    has_memory = shard.allocate()
     for repeat in range(args.repeats + 1):  # the first copy touches new memory, and does not count
         saving = PendingSave(1, 0, shard, files, lambda folder: None, manifest)
         before, started = measured_dd(), time.perf_counter()
-        if not shortage:
+        if has_memory:
             shard.copy(*state)
             ranks.barrier()
             copy = time.perf_counter() - started
@@ -110,7 +109,7 @@ def main() -> None:
         waited = time.perf_counter()
         saving.complete(folder, tell)
         seconds = time.perf_counter() - started
-        if shortage:
+        if not has_memory:
             copy, blocked, waited = 0.0, 0.0, started
         blocked += time.perf_counter() - waited
         ranks.on_rank0(lambda: shutil.rmtree(folder))

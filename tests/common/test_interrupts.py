@@ -89,8 +89,9 @@ def test_every_command_handles_signals_from_its_first_import_on():
 
 
 def test_a_command_that_another_one_starts_leaves_the_line_to_it():
-    for environ, output in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, ""),
-                          ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0"}, "Stopped.\n")):
+    for environ, output in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, "Stopped.\n"),
+                          ({"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": "error.json"}, ""),
+                          ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": "error.json"}, "Stopped.\n")):
         interrupts.hold()
         process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py"], stderr=subprocess.PIPE, text=True, env=os.environ | environ)
         process.send_signal(signal.SIGINT)

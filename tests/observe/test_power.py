@@ -96,7 +96,7 @@ def sampler_of(meter, folder: Path, hz=1.0, notes=None) -> PowerSampler:
         return meter
 
     notes = [] if notes is None else notes
-    return PowerSampler(open_meter, "3", hz, lambda: folder / "power.csv", notes.append, notes.append)
+    return PowerSampler(open_meter, "3", hz, folder / "power.csv", notes.append, notes.append)
 
 
 def test_a_file_continues_after_its_last_whole_line_and_what_a_full_disk_refuses_is_dropped(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from factories import a_step, furthest, in_transformers, new_model, uneven_batch
 from torch import nn
 from torch.nn import functional as F
 
+import train
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from common.errors import SettingsError
@@ -29,29 +30,29 @@ GRADIENTS = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)) * 1
 UNITS = torch.tensor(37.0, dtype=torch.float64)
 
 
-def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, bool, float]:
-    """The mean gradient of micro-batches with these gradients, whether they fitted, and the largest."""
+def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, float]:
+    """The mean gradient of micro-batches with these gradients, and the largest if it did not fit."""
     model = nn.Linear(7, 5, bias=False)
     exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(gradients)))
     exact.begin(UNITS, Progress(gradient_exponent=exponent))
     for gradient in gradients:
         with exact.add(step=0, is_last=False):
             (model.weight * gradient).sum().backward()
-    fits, largest = exact.reduce(UNITS)
-    return model.weight.grad, bool(fits), float(largest)
+    misfit = exact.reduce(UNITS)
+    return model.weight.grad, float(misfit)
 
 
 def exponent_for(largest: float) -> int:
     progress = Progress()
-    ReproducibleReducer.adjust(None, progress, largest)
+    ReproducibleReducer.rescale(None, progress, largest)
     return progress.gradient_exponent
 
 
 @pytest.mark.parametrize("small", [0, 2**22])
 def test_a_sum_of_micro_batches_has_the_same_bits_in_any_order(small, monkeypatch):
     monkeypatch.setattr("extensions.reproducible.SMALL", small)
-    expected, fits, largest = summed(GRADIENTS)
-    assert fits and largest == float(GRADIENTS.abs().max())
+    expected, misfit = summed(GRADIENTS)
+    assert misfit == 0
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(GRADIENTS))
         assert torch.equal(summed(GRADIENTS[order])[0], expected)
@@ -89,16 +90,17 @@ def test_a_sum_is_the_exact_one_rounded_once():
 
 @pytest.mark.parametrize("factor", [2.0**(HEADROOM_BITS + 5), 2.0**-(HEADROOM_BITS + 5)])
 def test_gradients_beyond_the_scale_are_reported(factor):
-    _, fits, largest = summed(GRADIENTS * factor, exponent_for(float(GRADIENTS.abs().max())))
-    assert not fits and summed(GRADIENTS * factor, exponent_for(largest))[1]
+    largest = float(GRADIENTS.abs().max())
+    _, misfit = summed(GRADIENTS * factor, exponent_for(largest))
+    assert misfit == largest * factor and summed(GRADIENTS * factor, exponent_for(misfit))[1] == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_makes_its_tensor_nan(bad):
     gradients = GRADIENTS.clone()
     gradients[3, 2, 1] = bad
-    found, fits, largest = summed(gradients)
-    assert found.isnan().all() and fits and math.isfinite(largest)
+    found, misfit = summed(gradients)
+    assert found.isnan().all() and misfit == 0
 
 
 @pytest.mark.parametrize("shape", [(9, 1), (9, 2), (9, 7), (1, 64), (9, 96)])
@@ -120,6 +122,15 @@ def test_a_step_is_repeated_with_a_scale_that_fits():
     ordinary = a_step(batches, MICRO_BATCH_SIZE=2)
     assert furthest(steps[0][1], ordinary[1]) < 1e-6 and steps[0][0].grad_norm == pytest.approx(ordinary[0].grad_norm, rel=1e-6)
     assert steps[0][0].loss == pytest.approx(ordinary[0].loss, rel=1e-6)
+
+
+def test_a_step_that_does_not_fit_changes_nothing_before_it_is_repeated(monkeypatch):
+    monkeypatch.setattr(train, "take_step", train.train_step)
+    settings = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
+    result, _, model = a_step(uneven_batches(2), exponent=-40, **settings)
+    fresh = new_model(model.config, 512, seed=1)
+    assert result.misfit > 0 and not result.updated and all(map(torch.equal, model.parameters(), fresh.parameters()))
+    assert a_step(uneven_batches(2), exponent=exponent_for(result.misfit), **settings)[0].misfit == 0
 
 
 def test_a_matrix_whose_rows_leave_part_of_a_vector_cannot_be_divided():
@@ -160,7 +171,7 @@ def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fraction
         for name, weight in reference.named_parameters():
             sums[name] = [total + Fraction(value) for total, value in zip(sums[name], weight.grad.flatten().tolist())]
     units = sum(int((batch.targets_BT != IGNORE_INDEX).sum()) for batch in batches)
-    assert exact.reduce(torch.tensor(float(units), dtype=torch.float64))[0]
+    assert exact.reduce(torch.tensor(float(units), dtype=torch.float64)) == 0
     actual = read_all(to_huggingface({name: weight.grad for name, weight in model.named_parameters()}, model.config, 512))
     for name, total in sums.items():
         expected = torch.tensor([float(each / units) for each in total]).view_as(actual[name])

@@ -28,8 +28,9 @@ from config import (
     rules,
 )
 from extensions.settings import OnlineConfig
+from parallel import process
 from parallel.process import first_on_machine
-from plan.command_line import describe_settings, exit_with, export, find_run, help_text
+from plan.command_line import describe_settings, exit_with, export, find_run, help_text, plan_on_rank0
 from plan.derived import PRESETS_DIR
 from plan.layers import SEPARATORS, read_env_file
 from plan.make import make_plan, peek
@@ -612,8 +613,10 @@ def test_all_errors_in_the_settings_are_reported_together():
 
 @pytest.mark.parametrize("launcher", [{}, {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}])
 def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, capsys, monkeypatch):
+    """Once the ranks have joined: before, no process knows whether another one exists."""
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process, "MARKERS", {process.JOINED})
     with pytest.raises(SystemExit) as caught:
         exit_with(SettingsError("a", "b"))
     assert caught.value.code == 2
@@ -622,6 +625,39 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     with pytest.raises(SystemExit):
         exit_with(SettingsError("a"))
     assert capsys.readouterr().err == ""
+    process.MARKERS.clear()
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(SystemExit):
+        exit_with(SettingsError("a"))
+    assert capsys.readouterr().err.startswith("1 error in the settings:\n  a\n  the environment has RANK=4, LOCAL_RANK=1")
+
+
+STALE = [{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"},
+         {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}]
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+@pytest.mark.parametrize("left", STALE)
+def test_what_an_earlier_job_left_in_the_environment_is_named_with_the_remedy(left, flags, empty_folder, capsys, monkeypatch):
+    """Also if this is not rank 0, which does not exist."""
+    monkeypatch.setattr(process, "MARKERS", set())
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name, value in {**DATA, **left}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        plan_on_rank0(flags, "")
+    error, names = capsys.readouterr().err, [name for name in left if not name.startswith("MASTER")]
+    assert caught.value.code == 2 and error.endswith(f"unset {' '.join(names)}\n") and error.count("\n") == 2
+    assert ", ".join(f"{name}={left[name]}" for name in names) in error
+
+
+@pytest.mark.parametrize("started", [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {},
+                                     {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}])
+def test_ranks_and_single_processes_start(started, empty_folder, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name, value in {**DATA, **started}.items():
+        monkeypatch.setenv(name, value)
+    plan_on_rank0([], "")
 
 
 def test_under_torchrun_the_first_rank_prints_the_errors_and_the_others_wait(tmp_path, capsys, monkeypatch):

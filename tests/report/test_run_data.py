@@ -68,7 +68,7 @@ def started(folder, *events) -> None:
 
 
 @pytest.mark.parametrize("reason, state, sentence", [
-    ("finished", "finished", "finished after 5 of 10 steps"), ("early stopping", "finished", "stopped early after 5 of 10 steps"),
+    ("finished", "stopped", "stopped after 5 of 10 steps"), ("STOP_STEP", "stopped", "stopped by STOP_STEP after 5 of 10 steps"), ("early stopping", "finished", "stopped early after 5 of 10 steps"),
     ("stopped by a signal", "stopped", "stopped by a signal after 5 of 10 steps"),
     ("the disk is full", "failed", "failed after 5 of 10 steps: the disk is full"),
     (None, "failed", "exited without reporting a reason (killed, or machine failure) after 5 of 10 steps")])

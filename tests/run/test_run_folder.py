@@ -1,15 +1,30 @@
 """The run folder: a refused start changes no file, and the files of a run stay together."""
 
+import math
 import os
+import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, prepare, stop_at
+from factories import (
+    UNMEASURED,
+    TinyRun,
+    assert_same_run,
+    at_step,
+    contents,
+    do_in_step,
+    is_rank,
+    prepare,
+    stop_at,
+)
 
 from checkpoint import store
+from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError
+from learn.objectives import NextToken
 from run import build as run_build
 from run import folder as run_folder
 
@@ -245,43 +260,71 @@ def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monk
             pass
 
 
-def test_a_run_whose_folder_is_renamed_continues_there(tiny_run, whole, prepared, tmp_path, capsys):
-    """Even if a second job has started under the old name in the meantime."""
-    run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / "new"
-
-    def rename():
-        run.folder.rename(new)
-        assert run.train(MAX_STEPS=1) == 0
-
-    with at_step(3, rename):
-        assert run.train() == 0
-    message = capsys.readouterr().err
-    assert f"was renamed to {new} during the run" in message and "--run-name new" in message
-    moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
-    assert moved.steps_saved() == [2, 4, 6]
-    assert_same_run(moved, whole, 6)
-    assert run.steps_saved() == [1]
-    assert [event["event"] for event in moved.lines("events")] == ["start", *["save", "saved"] * 3, "end"]
-    assert moved.train(MAX_STEPS=7) == 0
-
-
-def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole, capsys):
-    run = tiny_run(**UNMEASURED)
-    with at_step(3, lambda: shutil.rmtree(run.folder)):
+@pytest.mark.parametrize("lose", [lambda folder: shutil.rmtree(folder), lambda folder: folder.rename(folder.with_name("new"))],
+                         ids=["deleted", "renamed"])
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_a_run_whose_folder_is_lost_stops_after_the_step_and_saves_its_state_in_a_new_one(tiny_run, whole, capsys, lose, save_every):
+    """Also if SAVE_EVERY would save much later, or a thread is writing the previous checkpoint."""
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=save_every)
+    with at_step(3, lambda: lose(run.folder)):
         assert run.train() == 5
-    assert "was deleted during the run" in capsys.readouterr().err
-    assert run.steps_saved() in ([3], [4]) and run.train() == 0  # 3: the save of step 2 had not ended
+    assert re.fullmatch(rf"error: {run.folder} was renamed or deleted during the run. The state after step 3 is saved in a new "
+                        rf"folder, {run.folder}, .*. To resume: the same command\n", capsys.readouterr().err)
+    assert run.steps_saved() == [3] and not (run.folder / "metrics.jsonl").exists()
+    assert run.train() == 0
     assert_same_run(run, whole, 6, logs=())
 
 
-def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, capsys):
+def test_a_stopped_run_can_be_renamed(tiny_run, prepared, whole, tmp_path):
+    run = tiny_run(**UNMEASURED)
+    with stop_at(3):
+        assert run.train() == 143
+    run.folder.rename(run.folder.with_name("new"))
+    moved = TinyRun(prepared, run.folder.parent, **UNMEASURED, RUN_NAME="new")
+    assert moved.train() == 0
+    assert_same_run(moved, whole, 6)
+
+
+def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, prepared, whole, capsys):
+    """Which has taken the name of a folder that was renamed: nothing of it changes, and nothing is lost."""
     run = tiny_run(**UNMEASURED)
 
     def replace():
-        shutil.rmtree(run.folder)
+        run.folder.rename(run.folder.with_name("new"))
         assert run.train(MAX_STEPS=1) == 0
+        replace.contents = contents(run.folder)
 
     with at_step(3, replace):
         assert run.train() == 5
-    assert "is not the folder that this run started in" in capsys.readouterr().err
-    assert run.steps_saved() == [1]
+    assert contents(run.folder) == replace.contents
+    name = f"{run.folder.name}-2"
+    assert f"is saved in a new folder, {run.folder}-2, " in (text := capsys.readouterr().err) and f"with --run-name {name}" in text
+    assert run.train(RUN_NAME=name) == 0
+    moved = TinyRun(prepared, run.folder.parent, **UNMEASURED, RUN_NAME=name)
+    assert_same_run(moved, whole, 6, logs=())
+
+
+def test_a_bad_step_of_a_run_whose_folder_was_deleted_saves_the_state_before_it(tiny_run, monkeypatch, capsys):
+    run, loss_sum = tiny_run(**UNMEASURED, SAVE_EVERY=1, ASYNC_SAVE="false"), NextToken.loss_sum
+
+    def bad_loss_sum(self, *arguments):
+        summed = loss_sum(self, *arguments)
+        return summed._replace(total=summed.total * (math.nan if ACTIVITY.step == 3 else 1))
+
+    monkeypatch.setattr(NextToken, "loss_sum", bad_loss_sum)
+    with at_step(3, lambda: shutil.rmtree(run.folder)):
+        assert run.train() == 4
+    assert "The state after step 2 is saved in a new folder" in capsys.readouterr().err
+    assert run.steps_saved() == [2]
+
+
+def delete_in_step(step: int, folder: Path) -> None:
+    if is_rank(0):
+        do_in_step(step, lambda: shutil.rmtree(folder))
+
+
+def test_two_ranks_stop_when_rank_0_has_lost_the_folder(tiny_run):
+    run = tiny_run(**UNMEASURED)
+    text = run.ends([5, 5], partial(delete_in_step, 3, run.folder))
+    assert text.count("was renamed or deleted during the run. The state after step 3") == 1
+    assert run.steps_saved() == [3]

@@ -172,7 +172,7 @@ def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, w
     for rank in range(world_size):
         ranks = SimpleNamespace(rank=rank, world_size=world_size, is_rank0=rank == 0, device=torch.device("cpu"), broadcast=lambda value: value,
                                 all_gather_json=lambda _: parts, on_rank0=lambda make: make(), raise_on_all=lambda make: make())
-        share = saving.RankShard(ranks, shards, 2)
+        share = saving.RankShard(ranks, shards, 2, print)
         files = {"model.safetensors": TensorFile(share.use({name: (rows, rows, len(rows) if rows.ndim else 1) for name, rows in state.items()}),
                                                  block_multiple=2)}
         savings.append(saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, temporary=tmp_path / "tmp-1"))

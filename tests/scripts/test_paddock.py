@@ -149,6 +149,7 @@ def test_each_command_runs_its_script_with_the_arguments_passed_on(monkeypatch):
     monkeypatch.setattr(interrupts, "become", become)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PADDOCK_COMMAND", "")
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
     for words, script in RUNS.items():
         command = [str(ROOT / "scripts" / "main.py"), *words.split(), *ODD]
         while Path(command[0]).name in STARTERS:
@@ -158,6 +159,7 @@ def test_each_command_runs_its_script_with_the_arguments_passed_on(monkeypatch):
             command = [*caught.value.args]
         name, *fixed = script.split()
         assert command == [str(ROOT / "scripts" / name), *fixed, *ODD], words
+    assert {"RANK", "LOCAL_RANK", "WORLD_SIZE"}.isdisjoint(os.environ), "left by an earlier job: no command is its rank"
 
 
 def test_the_list_is_what_there_is(clone):

@@ -57,6 +57,14 @@ def project(prepared, tmp_path, monkeypatch):
     return SimpleNamespace(command=command, script=script, made=made)
 
 
+def test_world_size_of_an_earlier_job_is_a_number_to_plan_for_and_nothing_else(project, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    project.command("--check", "--pretrain-data-path=corpus")
+    assert os.environ["WORLD_SIZE"] == "2"
+    project.command("--pretrain-data-path=corpus")
+    assert "WORLD_SIZE" not in os.environ
+
+
 def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepared, capsys):
     with open(".env", "a") as env:
         env.write("PRETRAIN_DATA_PATH=corpus\n")

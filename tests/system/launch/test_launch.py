@@ -276,7 +276,20 @@ def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
     """The recorded process id is not that of the parent."""
     with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
         assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
-    assert "Model:" not in command.text()
+    assert "Model:" not in command.text() and "PADDOCK_LAUNCHER_PID=1, has ended" in command.text()
+
+
+def test_a_launcher_is_not_the_rank_of_an_earlier_job(tiny_run, tmp_path):
+    """Nor does it leave its error to a rank that reported long ago; the ranks that it starts get their own numbers."""
+    (tmp_path / "reported").write_text("reported")
+    left = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "1" / "error.json")}
+    with launch(tiny_run(), "--typo=1", env=left) as command:
+        assert command.wait() == 2
+    assert "--typo" in command.text() and command.text().startswith("1 error in the settings")
+    run = tiny_run(MAX_STEPS=1)
+    with launch(run, "--nproc-per-node=1", env=left) as command:
+        assert command.wait() == 0, command.text()
+    assert run.steps_saved() == [1]
 
 
 def test_folders_of_live_launches_are_kept_and_no_two_share_one(tmp_path, monkeypatch):
