@@ -433,6 +433,31 @@ def tiny_model_folder(folder: Path, tokenizer, silenced: Sequence[int] = (), con
     return folder
 
 
+def model_without_weights(folder: Path, context: int = 2048, **shape) -> Path:
+    """Write a model folder as a plan reads it: config.json alone. Its width leaves the recipes' rates unchanged."""
+    config = ModelConfig(**{"dim": 2048, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2} | shape)
+    folder.mkdir(parents=True, exist_ok=True)
+    model_json.write_json(folder / "config.json", model_json.huggingface_config(config, 256, context, 1, 2, "float32"))
+    return folder
+
+
+def checkpoint_without_weights(run_dir: Path, step: int, progress: Mapping[str, Any] = {}, **settings) -> Path:
+    """Write a checkpoint with a manifest as a plan reads it: the state of a run with these settings, and config.json."""
+    config = Config(**{name.lower(): value for name, value in settings.items()})
+
+    def write(folder: Path) -> None:
+        if config.lora_enabled:
+            model_json.write_json(folder / model_json.ADAPTERS, {"r": config.lora_rank, "base_model_name_or_path": "base"})
+        else:
+            model_json.write_json(folder / "config.json", model_json.huggingface_config(config, 256, config.max_seq_len, 1, 2, "float32"))
+        state = {"progress": {"step": step, **progress}, "identity": {}, "world_size": 1, "settings": config.public()}
+        model_json.write_json(folder / store.STATE, state)
+
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    store.publish(folder, write, {"step": step})
+    return folder
+
+
 def save_adapter_folder(folder: Path, adapter: peft.Adapter, model_config: ModelConfig, tokenizer) -> None:
     peft.save_settings(folder, adapter, model_config, tokenizer)
     write_files(folder, peft.adapter_files(adapter, model_config, tokenizer.vocab_size))

@@ -2,12 +2,12 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun
+from factories import UNMEASURED, TinyRun, model_without_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import SettingsError
-from config import Config
+from common.errors import CheckpointError, SettingsError
+from config import MODEL_SETTINGS, Config
 from plan.derived import settings_of_data, settings_of_depth
 from plan.make import make_plan
 
@@ -76,9 +76,15 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_a_later_stage_gets_the_shape_alone(stage):
+    shape = sized(8).model_dump(include={*MODEL_SETTINGS})
+    model_without_weights(Path("model"), **shape)
     config = sized(8, TRAINING_STAGE=stage, PRETRAIN_CHECKPOINT="model", **{f"{stage.upper()}_DATA_PATH": "set"})
     assert (config.n_layers, config.dim, config.max_seq_len) == (8, 512, 1024)
-    assert config.learning_rate == {"sft": 2e-5, "dpo": 1e-6}[stage] and config.max_steps == Config().max_steps
+    width = 2048 / 512  # of the recipes, and of this model
+    assert config.learning_rate == {"sft": 2e-5, "dpo": 1e-6}[stage] * width and config.max_steps == Config().max_steps
+    model_without_weights(Path("model"), **shape | {"n_layers": 9})
+    with pytest.raises(CheckpointError, match="N_LAYERS is 9 there and 8 here .DEPTH=8."):
+        sized(8, TRAINING_STAGE=stage, PRETRAIN_CHECKPOINT="model", **{f"{stage.upper()}_DATA_PATH": "set"})
 
 
 @pytest.mark.parametrize("depth", ["0", "65", "-1", "2.5", "x", "1e3"])

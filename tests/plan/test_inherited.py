@@ -4,33 +4,40 @@ import json
 from pathlib import Path
 
 import pytest
+from factories import checkpoint_without_weights, model_without_weights
 
-from common.errors import SettingsError
-from config import Config
+from common.errors import CheckpointError, SettingsError
+from config import MODEL_SETTINGS, Config
 from plan.derived import PRESETS_DIR, settings_of_data, settings_of_length
-from plan.make import make_plan, peek
+from plan.make import Plan, make_plan, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
-
-
+PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
 GRPO = ["--training-stage", "grpo", "--grpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
+    """No test reads the user's own `.env`. `base` and `chat` are models to start from."""
     monkeypatch.chdir(tmp_path)
+    for model in ("base", "chat"):
+        model_without_weights(Path(model))
 
 
 def load(*flags):
     return make_plan([*map(str, flags)], {})
 
 
-def save_state(step: int, **settings) -> None:
-    folder = Path(f"runs/first/checkpoints/step-{step:08d}")
-    folder.mkdir(parents=True)
-    public = Config(**{name.lower(): value for name, value in settings.items()}).public()
-    (folder / "trainer_state.json").write_text(json.dumps({"settings": public}))
+def save_state(step: int, **settings) -> Path:
+    return checkpoint_without_weights(Path("runs/first"), step, {"begun_from": settings.get("PRETRAIN_CHECKPOINT")}, **settings)
+
+
+def not_used(plan: Plan) -> list[str]:
+    """The settings in the line that lists what of the files is not used."""
+    lines = [note for note in plan.notes if note.startswith("Not used from ")]
+    assert len(lines) <= 1
+    return lines[0].rpartition("): ")[2].split(", ") if lines else []
 
 
 def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
@@ -48,111 +55,173 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
     by_path = load("--resume", "runs/first/checkpoints/step-00000003").config
     assert (by_path.learning_rate, by_path.pretrain_checkpoint) == (0.5, None), "it starts from that step"
     assert load(*SFT, "--run-name", "first", "--resume", "never").config.learning_rate == 2e-5
-    assert load(*DPO, "--run-name", "first").config.learning_rate == 1e-6, "another stage is another run"
+    with pytest.raises(CheckpointError, match="runs/first has a run of TRAINING_STAGE=sft at step-00000020, which TRAINING_STAGE=dpo would"):
+        load(*DPO, "--run-name", "first")
 
 
-def test_a_resumed_run_keeps_the_preset_of_its_start(monkeypatch):
-    """MUON_MOMENTUM is newer than the run, so its default is what the run had. SAVE_EVERY does not change the curve."""
+def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
+    """MUON_MOMENTUM is newer than the run, so its default is what the run had."""
     preset = Path("presets/mine.env").resolve()
-    monkeypatch.setattr("plan.derived.PRESETS_DIR", preset.parent)
-    monkeypatch.setattr("plan.layers.PRESETS_DIR", preset.parent)
+    for module in ("derived", "layers", "messages"):
+        monkeypatch.setattr(f"plan.{module}.PRESETS_DIR", preset.parent)
     preset.parent.mkdir()
     preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
-    save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t",
-               PRETRAIN_DATA_PATH="d")
-    state = Path("runs/first/checkpoints/step-00000003/trainer_state.json")
+    checkpoint = save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
+    state = checkpoint / "trainer_state.json"
     state.write_text(state.read_text().replace("MUON_MOMENTUM", "GONE"))
-    loaded = load("--preset", "mine", "--run-name", "first")
-    assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
-    assert any("mine.env" in note and note.endswith("LEARNING_RATE=0.01, MUON_MOMENTUM=0.8") for note in loaded.notes)
-    assert load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03).config.learning_rate == 0.03
-    for flags in (["--preset", "mine", "--run-name", "other"], ["--preset", "mine,mine", "--run-name", "first"]):
-        assert load(*flags).config.muon_momentum == 0.8
+    for name in ("mine", "mine,mine"):
+        loaded = load("--preset", name, "--run-name", "first")
+        assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
+        assert not_used(loaded) == ["LEARNING_RATE=0.01", "MUON_MOMENTUM=0.8"]
+        assert any(note.startswith(f"Not used from {preset}, ") for note in loaded.notes)
+    loaded = load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03)
+    assert loaded.config.learning_rate == 0.03 and not_used(loaded) == ["MUON_MOMENTUM=0.8"]
+    new = load("--preset", "mine", "--run-name", "other").config
+    assert (new.learning_rate, new.muon_momentum) == (0.01, 0.8)
     preset.write_text("MICRO_BATCH_SIZE=0\nTOTAL_BATCH_SIZE=8192\nMAX_SEQ_LEN=1024\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
-    for step, rows, is_ignored in ((4, 8, False), (5, 4, True)):
-        save_state(step, PRESET="mine", MICRO_BATCH_SIZE=rows, TOTAL_BATCH_SIZE=8192, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
-        loaded = load("--preset", "mine", "--run-name", "first")
-        assert (loaded.config.micro_batch_size, any("Ignored" in note for note in loaded.notes)) == (rows, is_ignored)
+    save_state(4, PRESET="mine", MICRO_BATCH_SIZE=4, TOTAL_BATCH_SIZE=8192, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
+    loaded = load("--preset", "mine", "--run-name", "first")
+    assert loaded.config.micro_batch_size == 8 and not_used(loaded) == [], "it is safe, and 0 means all eight rows"
 
 
 SFT_RECORD = {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "set", "TOKENIZER_PATH": "t", "PRETRAIN_CHECKPOINT": "base", "LEARNING_RATE": 0.25,
               "TOTAL_BATCH_SIZE": 8192, "MICRO_BATCH_SIZE": 4, "MAX_STEPS": 7, "DIM": 64, "N_HEADS": 4}
-OTHER_ENVS = {  # name -> (.env, flags, what of it is ignored, what still applies)
-    "another stage": ("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nINSTRUCT_CHECKPOINT=chat\nTOKENIZER_PATH=u\nLEARNING_RATE=1e-6\nEPOCHS=2\n"
-                      "SEED=7\nMICRO_BATCH_SIZE=6\nRANDOM_INIT=true\nTEACHER_MODEL=x\nLOG_EVERY=3\nDEVICE=cpu", (),
-                      "TRAINING_STAGE=dpo, INSTRUCT_CHECKPOINT=chat, TOKENIZER_PATH=u, LEARNING_RATE=1e-6, EPOCHS=2, SEED=7, "
-                      "MICRO_BATCH_SIZE=6, RANDOM_INIT=true, TEACHER_MODEL=x", {"log_every": 3, "device": "cpu"}),
-    "the default stage": ("PRETRAIN_DATA_PATH=corpus.txt\nDEPTH=4\nN_HEADS=8", (), "DEPTH=4, N_HEADS=8", {"pretrain_data_path": "corpus.txt"}),
-    "a preset of another stage": ("PRESET=sample", (), "TRAINING_STAGE=pretrain", {"hellaswag_name": "sample items"}),
-    "the same stage": ("SFT_DATA_PATH=other\nDIM=128\nMAX_STEPS=50\nMICRO_BATCH_SIZE=2", (), "SFT_DATA_PATH=other, DIM=128",
+OTHER_ENVS = {  # name -> (.env, flags, what of it is not used, what applies)
+    "another stage": ("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nINSTRUCT_CHECKPOINT=chat\nTOKENIZER_PATH=u\nLEARNING_RATE=1e-6\nMAX_STEPS=20\n"
+                      "SEED=7\nMICRO_BATCH_SIZE=2\nRANDOM_INIT=true\nLOG_EVERY=3\nDEVICE=cpu", (),
+                      "TRAINING_STAGE=dpo INSTRUCT_CHECKPOINT=chat TOKENIZER_PATH=u LEARNING_RATE=1e-6 SEED=7 RANDOM_INIT=true",
+                      {"log_every": 3, "device": "cpu", "max_steps": 20, "micro_batch_size": 2, "dpo_data_path": "pairs"}),
+    "the default stage": ("PRETRAIN_DATA_PATH=corpus.txt\nDEPTH=4\nN_HEADS=8", (), "DEPTH=4 N_HEADS=8", {"pretrain_data_path": "corpus.txt", "depth": None}),
+    "the same stage": ("SFT_DATA_PATH=other\nDIM=128\nMAX_STEPS=50\nMICRO_BATCH_SIZE=2", (), "SFT_DATA_PATH=other DIM=128",
                        {"max_steps": 50, "micro_batch_size": 2}),
-    "flags beat it too": ("EPOCHS=3\nSEED=7", ("--max-steps", 50, "--training-stage", "sft"), "EPOCHS=3, SEED=7", {"max_steps": 50}),
-    "another conflict": ("MIN_LEARNING_RATE=0.5\nWEIGHT_DECAY=0.2", (), "MIN_LEARNING_RATE=0.5", {"weight_decay": 0.2}),
-    "what is allowed": ("ALLOW_RESUME_MISMATCH=SEED\nSEED=7\nDATA_SEED=8", (), "DATA_SEED=8", {"seed": 7}),
+    "beside flags": ("MAX_STEPS=3\nSEED=7", ("--max-steps", 50, "--training-stage", "sft"), "SEED=7", {"max_steps": 50}),
+    "a conflict": ("MIN_LEARNING_RATE=0.5\nWEIGHT_DECAY=0.2", (), "MIN_LEARNING_RATE=0.5 WEIGHT_DECAY=0.2", {"weight_decay": 0.1}),
+    "what it allows": ("ALLOW_RESUME_MISMATCH=SEED\nSEED=7\nDATA_SEED=8", (), "SEED=7 DATA_SEED=8", {"allow_resume_mismatch": "SEED"}),
+    "the same values": ("LEARNING_RATE=0.25\nSFT_DATA_PATH=set\nPRETRAIN_CHECKPOINT=base\nTRAINING_STAGE=sft", (), "", {}),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_ENVS)
-def test_a_record_beats_an_env_of_another_run_and_one_line_lists_what_is_ignored(name):
+def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     env, flags, ignored, applies = OTHER_ENVS[name]
-    for place in ("set", "t", "base"):
+    for place in ("set", "t"):
         Path(place).touch()
     save_state(3, **SFT_RECORD)
     Path(".env").write_text(env)
     loaded, values = load("--run-name", "first", *flags), peek(["--run-name", "first", *map(str, flags)])[0]
-    kept = {name.lower(): value for name, value in SFT_RECORD.items() if name not in ("DIM", "N_HEADS")} | {"seed": 1337} | applies
+    kept = {name.lower(): value for name, value in SFT_RECORD.items()} | {"seed": 1337} | applies
     assert {name: getattr(loaded.config, name) for name in kept} == kept
     assert (values["training_stage"], values["sft_data_path"]) == ("sft", "set"), "what ./paddock train prepares"
-    lines = [note for note in loaded.notes if "Ignored" in note]
-    assert len(lines) == 1 and ignored in lines[0] and lines[0].startswith(("Ignored from .env, ", f"Ignored from {PRESETS_DIR}"))
+    assert not_used(loaded) == ignored.split()
+    assert not ignored or any(note.startswith("Not used from .env, because a flag would be needed") for note in loaded.notes)
     inputs = load("--run-name", "first", *flags, "--seed", 9)
     assert inputs.config.seed == 9 and "seed" in inputs.sources, "which is compared with the record"
     by_environment = make_plan(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
-def test_an_env_for_another_stage_than_that_of_a_flag_does_not_break_a_new_run():
-    """As in a command that `prepare` prints."""
-    Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=5\nEPOCHS=2\nLOG_EVERY=3")
-    loaded = load("--training-stage", "pretrain", "--pretrain-data-path", "d", "--tokenizer-path", "t", "--max-steps", 5)
-    assert (loaded.config.generation_eval_every, loaded.config.epochs, loaded.config.log_every) == (0, None, 3)
-    assert any(note.endswith("GENERATION_EVAL_EVERY=5, EPOCHS=2") for note in loaded.notes)
-    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY"):
-        load("--training-stage", "pretrain", "--pretrain-data-path", "d", "--tokenizer-path", "t", "--generation-eval-every", 5)
-
-
-@pytest.mark.parametrize("resume, stage", [("runs/other", "sft"), ("runs/other", "dpo"), ("never", "dpo")])
-def test_a_run_that_a_flag_names_is_resumed_whatever_checkpoint_env_names(resume, stage):
-    for place in ("set", "t", "base"):
-        Path(place).touch()
+@pytest.mark.xfail(strict=True, reason="a recorded none counts as a path that was moved")
+def test_a_teacher_in_env_is_not_used_by_a_run_without_one():
     save_state(3, **SFT_RECORD)
-    Path(".env").write_text(f"TRAINING_STAGE={stage}\nRESUME={resume}\n")
+    Path(".env").write_text("TEACHER_MODEL=x\n")
     loaded = load("--run-name", "first")
-    assert (loaded.config.resume, loaded.config.training_stage, loaded.config.learning_rate) == ("auto", "sft", 0.25)
-    assert any("Ignored" in note and f"RESUME={resume}" in note for note in loaded.notes)
-    Path(".env").write_text(f"TRAINING_STAGE={stage}\nRESUME={resume}\nRUN_NAME=first\nDPO_DATA_PATH=p\nSFT_DATA_PATH=set\n"
-                            "TOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
-    assert load().config.resume == resume, "it names both"
-    Path(".env").write_text("RESUME=never\nSFT_DATA_PATH=set\nTOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
-    assert load("--run-name", "first", "--training-stage", "sft").config.resume == "never"
+    assert loaded.config.teacher_model is None and not_used(loaded) == ["TEACHER_MODEL=x"]
 
 
-@pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', '{"settings": {"LEARNING_RATE": "x", "MAX_STEPS": -1}}'])
-def test_a_damaged_state_gives_nothing(state):
+def test_a_preset_of_another_stage_in_env_is_used_only_as_far_as_it_is_safe():
+    for place in ("set", "t"):
+        Path(place).touch()
+    save_state(3, **SFT_RECORD | {"MICRO_BATCH_SIZE": 8})
+    Path(".env").write_text("PRESET=sample")
+    loaded = load("--run-name", "first")
+    assert loaded.config.hellaswag_name == "sample items" and loaded.config.max_steps == 300
+    assert (loaded.config.training_stage, loaded.config.learning_rate, loaded.config.dim) == ("sft", 0.25, 64)
+    assert {"TRAINING_STAGE=pretrain", "DIM=128"} <= {*not_used(loaded)}
+    assert any(note.startswith(f"Not used from {PRESETS_DIR / 'sample.env'}, ") for note in loaded.notes)
+
+
+def test_epochs_in_env_set_the_length_of_a_started_run():
+    save_state(3, **SFT_RECORD)
+    Path(".env").write_text("EPOCHS=2\n")
+    loaded = load("--run-name", "first")
+    assert loaded.config.epochs == 2 and "max_steps" in loaded.deferred and not_used(loaded) == []
+    loaded = load("--run-name", "first", "--max-steps", 9)
+    assert (loaded.config.epochs, loaded.config.max_steps) == (None, 9) and "max_steps" not in loaded.deferred
+    assert "MAX_STEPS (command line) replaces EPOCHS=2 (.env:1)" in loaded.notes
+
+
+def test_nothing_is_inferred_from_the_stage_of_an_env():
+    """A flag for another stage leaves the other lines of `.env` as they are."""
+    Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=0\nEPOCHS=2\nLOG_EVERY=3\nLEARNING_RATE=0.5")
+    loaded = load("--training-stage", "pretrain", *PRETRAIN, "--max-steps", 5)
+    assert (loaded.config.learning_rate, loaded.config.epochs, loaded.config.log_every) == (0.5, None, 3)
+    assert "MAX_STEPS (command line) replaces EPOCHS=2 (.env:3)" in loaded.notes and not_used(loaded) == []
+    Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=5\n")
+    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY=5 compares answers"):
+        load("--training-stage", "pretrain", *PRETRAIN)
+
+
+def test_resume_in_env_holds_for_the_run_that_a_flag_names():
+    checkpoint_without_weights(Path("runs/other"), 8, **SFT_RECORD)
+    save_state(3, **SFT_RECORD)
+    Path(".env").write_text("RESUME=runs/other\n")
+    assert load("--run-name", "new").start.folder == "runs/other/checkpoints/step-00000008"
+    with pytest.raises(CheckpointError, match="runs/first has a run at step-00000003 .* restart it from runs/other/checkpoints/step-00000008"):
+        load("--run-name", "first")
+    assert load("--run-name", "first", "--resume", "auto").start.step == 3
+    Path(".env").write_text("RESUME=never\nTRAINING_STAGE=sft\nSFT_DATA_PATH=set\nTOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
+    assert load("--run-name", "first").start.kind == "from"
+
+
+@pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', None])
+def test_a_damaged_state_is_an_error(state):
+    path = save_state(3) / "trainer_state.json"
+    path.unlink()
+    if state is not None:
+        path.write_text(state)
+    with pytest.raises(CheckpointError, match="step-00000003"):
+        load(*PRETRAIN, "--run-name", "first")
+
+
+@pytest.mark.xfail(strict=True, reason="the state of the newest checkpoint is parsed before it is verified")
+@pytest.mark.parametrize("state", ["", "{", None])
+def test_a_checkpoint_with_a_damaged_state_is_skipped_with_a_warning(state):
     save_state(3)
-    Path("runs/first/checkpoints/step-00000003/trainer_state.json").write_text(state)
-    config = load(*SFT, "--run-name", "first").config
-    assert config.max_steps == 1000 and config.learning_rate in (2e-5, 6e-4)
+    path = save_state(4) / "trainer_state.json"
+    path.unlink()
+    if state is not None:
+        path.write_text(state)
+    loaded = load(*PRETRAIN, "--run-name", "first")
+    assert loaded.start.step == 3 and len(loaded.warnings) == 1 and "step-00000004" in loaded.warnings[0]
+
+
+def test_a_recorded_value_that_is_no_longer_valid_gives_the_default_unless_it_is_of_the_model():
+    path = save_state(3) / "trainer_state.json"
+    text = path.read_text()
+    path.write_text(text.replace('"LR_SCHEDULE": "cosine"', '"LR_SCHEDULE": "linear"'))
+    assert load(*PRETRAIN, "--run-name", "first").config.lr_schedule == "cosine"
+    path.write_text(text.replace('"MODEL_TYPE": "llama"', '"MODEL_TYPE": "gpt"'))
+    with pytest.raises(CheckpointError, match="step-00000003: MODEL_TYPE=gpt: .*; use another checkpoint"):
+        load(*PRETRAIN, "--run-name", "first")
 
 
 @pytest.mark.parametrize("flags, rate, epochs", [
     (SFT, 2e-5, 3), ([*SFT, "--lora-enabled"], 2e-4, 3), (DPO, 1e-6, 1), ([*DPO, "--lora-enabled"], 1e-5, 1),
-    ([*SFT, "--max-steps", 9, "--learning-rate", 0.5], 0.5, None), ([*SFT, "--num-train-epochs", 2], 2e-5, 2)])
+    ([*SFT, "--max-steps", 9, "--learning-rate", 0.5], 0.5, None), ([*SFT, "--num-train-epochs", 2], 2e-5, 2),
+    ([*SFT, "--instruct-checkpoint", "chat"], 2e-5, 3)])
 def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
     loaded = load(*flags)
     assert (loaded.config.learning_rate, loaded.config.epochs) == (rate, epochs)
     assert {"total_batch_size", "warmup_steps", "compile"} <= {*loaded.deferred}
     assert ("max_steps" in loaded.deferred) == (epochs is not None)
+
+
+def test_a_narrow_start_gets_a_higher_rate():
+    """muP: the rate scales with 1 / width."""
+    model_without_weights(Path("base"), dim=256)
+    loaded = load(*SFT)
+    assert loaded.config.learning_rate == 2e-5 * 2048 / 256
+    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00016, EPOCHS=3.0" in " ".join(loaded.notes)
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [
@@ -167,6 +236,7 @@ def test_the_batch_suits_the_data_and_the_ranks(stage, rows, ranks, batch_rows):
 
 
 def test_each_stage_starts_from_its_own_checkpoint():
+    model_without_weights(Path("preferred"))
     named = {"PRETRAIN_CHECKPOINT": "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
     found = {stage: make_plan([*flags, "--training-stage", stage], named).config.named_checkpoint
              for stage, flags in (("pretrain", ["--pretrain-data-path", "set", "--tokenizer-path", "t"]), ("sft", SFT), ("dpo", DPO))}
@@ -188,25 +258,24 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     for name in ("gone/bpe.model", "gone/tokenizer.json", "data/gone", "gone/tokenizers/chat"):  # of files that were moved
         Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": name}))
         assert load("--check", "--world-size", 2, "--pretrain-data-path", "data/one").config.tokenizer_path is None
-    Path("runs/base/checkpoints/step-00000002").mkdir(parents=True)
-    Path("runs/base/checkpoints/step-00000002/tokenizer.json").write_text("{}")
+    trained = checkpoint_without_weights(Path("runs/trained"), 2)
+    (trained / "tokenizer.json").write_text("{}")
     start = ["--training-stage", "sft", "--sft-data-path", "raw", "--pretrain-checkpoint"]
-    assert load(*start, "base").config.tokenizer_path == "runs/base/checkpoints/step-00000002"
+    assert load(*start, "trained").config.tokenizer_path == str(trained)
     assert load(*start, "owner/model@main").config.tokenizer_path == "owner/model"
-    assert load(*start, "base", "--tokenizer-path", "given").config.tokenizer_path == "given"
+    assert load(*start, "trained", "--tokenizer-path", "given").config.tokenizer_path == "given"
 
 
 def test_recorded_settings_are_recorded_again_without_a_change():
     """Not as a setting would be read: 600 is not 600.0."""
-    save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
-    file = Path("runs/first/checkpoints/step-00000003/trainer_state.json")
+    file = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8) / "trainer_state.json"
     for timeout in (600, 600.0):
-        recorded = json.loads(file.read_text())["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
-        file.write_text(json.dumps({"settings": recorded}))
+        state = json.loads(file.read_text())
+        recorded = state["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
+        file.write_text(json.dumps(state | {"settings": recorded}))
         assert json.dumps(load("--run-name", "first").config.public()) == json.dumps(recorded)
 
 
-PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")
 
 
@@ -231,7 +300,8 @@ def test_what_is_given_takes_precedence_over_the_length_of_the_run():
     long = load(*PRETRAIN, "--max-steps", 100_000)
     assert every(long.config) == every(Config()) and not long.notes
     for name in ("sample", "sample,sample-sft", "sample,sample-dpo", "sample,sample-lora"):
-        config = load("--preset", name, "--pretrain-checkpoint", "x").config
+        model_without_weights(Path("same"), **make_plan(["--preset", name], {}, complete=False).config.model_dump(include={*MODEL_SETTINGS}))
+        config = load("--preset", name, "--pretrain-checkpoint", "same").config
         assert 10 <= config.max_steps / config.validate_every <= 20 and config.save_every == 0
 
 
@@ -247,14 +317,18 @@ def test_the_intervals_of_a_resumed_run_change_only_with_its_steps(saved, flags,
 
 @pytest.mark.parametrize("trained, flags, length", [
     (256, SFT, 256), (256, DPO, 256), (2048, SFT, 1024), (256, [*SFT, "--max-seq-len", 512], 512), (256, [*SFT, "--depth", 16], 256),
-    (2048, [*SFT, "--depth", 16], 2048), ("256", SFT, 1024), (256, ["--pretrain-checkpoint", "base", *SFT[4:], "--run-name", "first"], 1024)])
-@pytest.mark.parametrize("file, name", [("trainer_state", "MAX_SEQ_LEN"), ("config", "max_position_embeddings")])
-def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(file, name, trained, flags, length):
+    (2048, [*SFT, "--depth", 16], 2048), (256, [*SFT, "--run-name", "first"], 1024)])
+@pytest.mark.parametrize("is_checkpoint", [True, False])
+def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(is_checkpoint, trained, flags, length):
     save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", PRETRAIN_CHECKPOINT="base")  # of another run, which keeps its rows
+    shape = make_plan(["--depth", "16"], {}, complete=False).config.model_dump(include={*MODEL_SETTINGS})
     for start in ("base", "chat"):
-        folder = Path(f"runs/{start}/checkpoints/step-00000002")
-        folder.mkdir(parents=True)
-        (folder / f"{file}.json").write_text(json.dumps({name: trained, "settings": {name: trained}}))
+        if is_checkpoint:
+            Path(start, "config.json").unlink()
+            Path(start).rmdir()
+            checkpoint_without_weights(Path("runs", start), 2, MAX_SEQ_LEN=trained, **{name.upper(): value for name, value in shape.items()})
+        else:
+            model_without_weights(Path(start), trained, **shape)
     loaded = load(*flags)
     assert loaded.config.max_seq_len == length and any("MAX_SEQ_LEN=256" in note for note in loaded.notes) == (length == 256)
 

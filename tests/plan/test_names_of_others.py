@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from factories import checkpoint_without_weights
 
 from config import Config
 from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
@@ -12,7 +13,7 @@ from plan.derived import PRESETS_DIR
 from plan.layers import read_env_file
 from plan.make import peek
 from plan.names import ALIASES, OTHER_WAYS, validate
-from tests.plan.test_load import empty_folder, load, problems  # noqa: F401
+from tests.plan.test_load import load, own_folder, problems  # noqa: F401
 
 
 def read(source: str, name: str, value):
@@ -38,6 +39,7 @@ def read(source: str, name: str, value):
     ("warmdown_ratio", 0.4, {"decay_fraction": 0.4, "lr_schedule": "wsd"}),
     ("stage", "pt", {"training_stage": "pretrain"}), ("global_batch_size", 16, {"total_batch_size": 16 * 1024}), ("optim", "adamw_torch", {"optimizer": "adamw"})])
 def test_a_name_is_used_from_each_source_and_printed_once(source, name, value, expected):
+    checkpoint_without_weights(Path("a/b"), 3)
     loaded = read(source, name, value)
     assert {key: getattr(loaded.config, key) for key in expected} == expected
     note, *implied = [note for note in loaded.notes if f"{name} is our" in note.lower() or f"{name}: " in note.lower()]
@@ -82,7 +84,7 @@ def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
     ((), {"datasets": [{"path": "a/b", "type": "alpaca"}]}, "sft", "datasets"), ((), {"rl": "dpo", "datasets": [{"path": "a/b", "split": "train"}]}, "dpo", "datasets"),
     (("--training-stage", "grpo", "--reward", "exact"), {"dataset_name": "a/b"}, "grpo", "dataset_name")])
 def test_names_of_data_are_those_of_the_stage(flags, config, stage, name):
-    start = ("--instruct-checkpoint", "x") if stage in ("dpo", "grpo") else ("--pretrain-checkpoint", "x")
+    start = ("--instruct-checkpoint", "base") if stage in ("dpo", "grpo") else ("--pretrain-checkpoint", "base")
     loaded = load("--tokenizer-path", "x", *start, *flags, config=config)
     assert loaded.config.training_stage == stage and loaded.config.data_path == "a/b"
     assert f"{name} is our {stage.upper()}_DATA_PATH: a/b" in loaded.notes
@@ -98,11 +100,11 @@ def test_data_under_another_name_needs_no_sample():
 
 @pytest.mark.parametrize("config, name, value", [
     ({"report_to": "mlflow"}, "mlflow_enabled", True), ({"report_to": []}, "mlflow_enabled", False), ({"resume_from_checkpoint": "latest"}, "resume", "auto"),
-    *(({"training_stage": "dpo", "dpo_data_path": "x", "instruct_checkpoint": "x", "pref_loss": loss, "pref_beta": 0.3}, name, 0.3)
+    *(({"training_stage": "dpo", "dpo_data_path": "x", "instruct_checkpoint": "base", "pref_loss": loss, "pref_beta": 0.3}, name, 0.3)
       for loss, name in (("sigmoid", "dpo_beta"), ("orpo", "orpo_lambda"), ("simpo", "simpo_beta"))),
-    ({"rl": "grpo", "grpo_data_path": "x", "instruct_checkpoint": "x", "rl_beta": 0.3}, "grpo_beta", 0.3),
+    ({"rl": "grpo", "grpo_data_path": "x", "instruct_checkpoint": "base", "rl_beta": 0.3}, "grpo_beta", 0.3),
     ({"training": {"dtype": "float32"}}, "precision", "auto"), ({"training": {"dtype": "bfloat16"}}, "optimizer_dtype", "bf16"),
-    ({"init_from": "scratch"}, "pretrain_checkpoint", None), ({"init_from": "resume"}, "pretrain_checkpoint", None), ({"init_from": "a"}, "pretrain_checkpoint", "a"),
+    ({"init_from": "scratch"}, "pretrain_checkpoint", None), ({"init_from": "resume"}, "pretrain_checkpoint", None), ({"init_from": "base"}, "pretrain_checkpoint", "base"),
     ({"mixed_precision": "no"}, "precision", "fp32"), ({"torch_dtype": "torch.bfloat16"}, "precision", "bf16")])
 def test_values_of_others_have_their_meaning(config, name, value):
     assert getattr(load(config=config).config, name) == value
@@ -131,7 +133,7 @@ def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, s
 
 
 def test_implied_settings_may_also_be_given():
-    base = ("--training-stage", "sft", "--sft-data-path", "x", "--pretrain-checkpoint", "x")
+    base = ("--training-stage", "sft", "--sft-data-path", "x", "--pretrain-checkpoint", "base")
     for flags in (("--adapter", "qlora", "--load_in_4bit", "true"), ("--load_in_4bit", "--adapter", "lora"), ("--load_in_4bit", "--use_peft")):
         config = load(*base, *flags).config
         assert config.lora_enabled and config.lora_base_quantization == "nf4"

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import ROOT
-from factories import argv_of
+from factories import argv_of, model_without_weights
 
 from common.errors import PaddockError
+from config import MODEL_SETTINGS
 from data_preparation_utils import is_source, prepare_from_flags
 from plan.make import make_plan
 
@@ -135,7 +136,13 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     assert "There is no run runs/frist to resume, and no data is set" in capsys.readouterr().out, "a typo is reported"
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"]
     assert capsys.readouterr().out.startswith("No data is set, so a new run uses the sample data. To use other data, set PRETRAIN_")
-    assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        project.command("--preset", "sample,sample-sft", "--device=cpu")
+    assert "TRAINING_STAGE=sft needs a start checkpoint" in capsys.readouterr().err, "before the start of the ranks"
+    sample = make_plan(["--preset", "sample"], {}).config.model_dump(include={*MODEL_SETTINGS})
+    model_without_weights(Path("base"), **sample)
+    assert project.command("--preset", "sample,sample-sft", "--device=cpu", "--pretrain-checkpoint", "base")
+    assert "made-up" not in capsys.readouterr().out
     flags = ["--run-name", "first", "--output-dir", "results"]
     assert "sample" in project.script.with_sample(flags, False)
     for named in (["--dataset_name", "a/b"], ["--model_size", "7B"]):

@@ -24,6 +24,7 @@ from bad_input_cases import (
     nothing,
     put,
 )
+from factories import model_without_weights
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
 
 from common.errors import DataError, SettingsError
@@ -134,23 +135,25 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
     ({"PRECISION": "fp16"}, "PRECISION", "use (fp32), or (bf16)"),
     ({"ACTIVATION_CHECKPOINTING": "selective", "COMPILE": "false"}, "ACTIVATION_CHECKPOINTING", "use (block), or (none)"),
     ({"EARLY_STOPPING_PATIENCE": "3", "VALIDATE_EVERY": "0"}, "VALIDATE_EVERY", "set VALIDATE_EVERY above 0()"),
-    ({"LORA_TARGET_MODULES": "x", "PRETRAIN_CHECKPOINT": "a", "LORA_ENABLED": "1"}, "LORA_TARGET_MODULES",
+    ({"LORA_TARGET_MODULES": "x", "PRETRAIN_CHECKPOINT": "base", "LORA_ENABLED": "1"}, "LORA_TARGET_MODULES",
      "some of (.+)$"),
     ({"TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x"}, "INSTRUCT_CHECKPOINT", "set INSTRUCT_CHECKPOINT()"),
-    ({"DPO_LABEL_SMOOTHING": "0.1", "DPO_LOSS": "ipo", "TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x", "DPO_CHECKPOINT": "y"},
+    ({"DPO_LABEL_SMOOTHING": "0.1", "DPO_LOSS": "ipo", "TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x", "DPO_CHECKPOINT": "base"},
      "DPO_LOSS", "works with DPO_LOSS=(sigmoid)"),
-    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "(?:scripts/run.sh|paddock train) --preset (sample)$"),
+    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "(?:scripts/run.py|paddock train) --preset (sample)$"),
     ({"PRESET": "smaple"}, "PRESET", r"did you mean (\w+)\?"),
     ({"MAX_LR": "1", "LEARNING_RATE": "-1"}, "LEARNING_RATE", "greater than 0()"),
 ])
-def test_what_the_settings_advise_helps(values, setting, advice):
+def test_what_the_settings_advise_helps(values, setting, advice, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model_without_weights(tmp_path / "base")
     values = {**GIVEN, **values}
     with pytest.raises(SettingsError) as refused:
         make_plan([], values)
     messages = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
     assert len(messages) == 1, refused.value
     for value in messages[0].groups():
-        make_plan([], {**values, setting: value.replace(" ", "") or "7"})
+        make_plan([], {**values, setting: value.replace(" ", "") or {"INSTRUCT_CHECKPOINT": "base"}.get(setting, "7")})
 
 
 def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811
