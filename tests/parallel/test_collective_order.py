@@ -18,9 +18,10 @@ from faults import terminate
 
 import dataloaders
 import hellaswag_utils
+import model_utils
 import train
 from checkpoint.tensors import TensorFile
-from common.errors import DataError
+from common.errors import CheckpointError, DataError
 from learn.objectives import NextToken
 
 ROOT = Path(train.__file__).parent
@@ -107,6 +108,10 @@ def no_rows() -> None:
     raise DataError("planted")
 
 
+def no_model() -> None:
+    raise CheckpointError("planted")
+
+
 def no_disk() -> None:
     raise OSError(errno.ENOSPC, "planted")
 
@@ -134,6 +139,7 @@ def on_rank_1(fault: str) -> None:
 # What fails on rank 1: the exit codes, and how many collectives rank 0 may have called more than it.
 FAULTS = {
     "reading the data": ([3, 3], partial(during, dataloaders, "open_rows", no_rows, 1), 0),
+    "loading the model": ([5, 5], partial(during, model_utils, "load_weights", no_model, 1), 0),
     "writing a checkpoint": ([5, 5], partial(during, TensorFile, "write_rows", no_disk, 1), 0),
     "a step that is not finite": ([4, 4], partial(do_in_step, 2, lose_the_loss), 0),
     "a stop signal": ([train.EXIT_PREEMPTED] * 2, partial(do_in_step, 2, terminate), 0),
@@ -143,6 +149,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_ranks_stop_at_the_same_collective_if_one_fails(fault, tiny_run):
+def test_ranks_stop_at_the_same_collective_if_one_fails(fault, stages, tiny_run):
     codes, _, missing = FAULTS[fault]
-    assert_equal_order(train_and_read(tiny_run(**SHORT), codes, partial(on_rank_1, fault)), missing)
+    run = tiny_run(**SHORT, PRETRAIN_CHECKPOINT=stages.base, RESET_OPTIMIZER="true")
+    assert_equal_order(train_and_read(run, codes, partial(on_rank_1, fault)), missing)
