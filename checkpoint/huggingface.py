@@ -4,8 +4,6 @@ Paddock uses Meta's parameter names. Hugging Face has other names, rotates the t
 neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabulary padding.
 """
 
-import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import model_json
-from checkpoint.manifest import GONE
-from checkpoint.model_json import INDEX_FILE, WEIGHTS_FILE, other_format, write_json
+from checkpoint.model_json import INDEX_FILE, WEIGHTS_FILE, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, ModelConfig
@@ -192,22 +189,6 @@ def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, L
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
 
 
-def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
-    """Return a hash of weights under Hugging Face's names, independent of their division into files.
-
-    It ignores a stored copy of a tied head, and buffers in old files.
-    """
-    digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
-    for name, tensor in sorted(tensors.items()):
-        is_tied_head = name == "lm_head.weight" and embedding is not None and tensor.equals(embedding)
-        if is_tied_head or name.endswith(".inv_freq"):
-            continue
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        for span in tensor.spans():
-            digest.update(tensor.read(*span).flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 # ------------------------------------------------------------------------------------- config.json
 
 
@@ -267,19 +248,7 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a model folder under Hugging Face's names; reads safetensors only."""
-    folder, index = Path(folder), Path(folder) / INDEX_FILE
-    if os.path.exists(folder / WEIGHTS_FILE):
-        return open_tensors(folder / WEIGHTS_FILE)
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} {GONE}")
-    if not os.path.exists(index):
-        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
-    weight_map = model_json.read_model_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} does not map tensors to files; download it again")
     tensors = {}
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index} points outside its folder: {name!r}; download it again")
-        tensors |= open_tensors(folder / name)
+    for file in model_json.weight_files(Path(folder)):
+        tensors |= open_tensors(file)
     return tensors

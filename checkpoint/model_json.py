@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from pydantic import ValidationError
 
+from checkpoint.manifest import GONE
 from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
@@ -281,3 +282,20 @@ def refuse_adapters(folder: Path) -> None:
     if os.path.exists(folder / ADAPTERS):
         raise CheckpointError(f"{folder} contains adapters, not a full model; merge them first: "
                               f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a model folder, which are safetensors."""
+    if os.path.exists(folder / WEIGHTS_FILE):
+        return [folder / WEIGHTS_FILE]
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} {GONE}")
+    if not os.path.exists(index := folder / INDEX_FILE):
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
+    weight_map = read_model_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} does not map tensors to files; download it again")
+    for name in weight_map.values():
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} points outside its folder: {name!r}; download it again")
+    return [folder / name for name in sorted({*weight_map.values()})]

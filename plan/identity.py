@@ -16,12 +16,9 @@ from typing import Any, NamedTuple, Optional
 
 from checkpoint.manifest import tensors_in
 from checkpoint.model_json import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
     describing,
-    other_format,
-    read_model_json,
     refuse_adapters,
+    weight_files,
 )
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
@@ -117,16 +114,6 @@ def is_beyond(name: str, layers: int) -> bool:
 def is_equal(one: StoredTensor, other: Optional[StoredTensor]) -> bool:
     return other is not None and (one.dtype, one.shape) == (other.dtype, other.shape) and all(
         here == there for here, there in zip(one.blocks(), other.blocks()))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a model's weights, which are safetensors."""
-    if os.path.exists(folder / WEIGHTS_FILE):
-        return [folder / WEIGHTS_FILE]
-    if not os.path.exists(index := folder / INDEX_FILE):
-        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
-    names = {*read_model_json(index).get("weight_map", {}).values()}
-    return [folder / Path(name).name for name in sorted(names)]
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

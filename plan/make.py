@@ -45,6 +45,7 @@ from plan.messages import (
     both_lengths,
     cautions,
     launch_problems,
+    no_step_left,
     notes_on_layers,
     notes_on_names,
     notes_on_start,
@@ -165,7 +166,8 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config), *base_rules(config)] if elsewhere else []
     if complete and not settled.error:
-        messages = (*launch_problems(config, environ, flags.check), *rules(config, start.download is not None),
+        no_step = () if "max_steps" in deferred else no_step_left(start, config)
+        messages = (*no_step, *launch_problems(config, environ, flags.check), *rules(config, start.download is not None),
                     *both_lengths(given), *without_extension(config, given),
                     *(without_switch(config, layers, "teacher_model", "distillation_enabled")
                       if "distillation_enabled" not in unused else ()))
@@ -188,7 +190,7 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     notes += [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
     notes += notes_on_layers(layers, given, environ)
     if complete:
-        notes += [*model_notes, *notes_on_start(start)]
+        notes += [*model_notes, *notes_on_start(start, config)]
     warnings += [*cautions(config, layers, environ, deferred), *missing]
     return Plan(config, sources, start, notes=tuple(notes), warnings=tuple(warnings), deferred=tuple(deferred),
                 check=flags.check, for_other_hardware=elsewhere, exports=exported(layers))
@@ -203,7 +205,7 @@ def complete(plan: Plan, facts: Facts) -> Plan:
         text = assigned(chosen)
         plan = plan.changed([f"The {counted(facts.rows, 'training row')}{also} set {text}"] if text else [],
                             **chosen)
-        if conflicts := [*numeric_rules(plan.config)]:
+        if conflicts := [*numeric_rules(plan.config), *no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)
     on_cpu = not config.device_memory and facts.device == "cpu"
     is_small = (config.matrix_count < derived.SMALL_MODEL
@@ -240,8 +242,8 @@ def settle(layers: Sequence[Layer], known: Known, complete: bool = True) -> Sett
     replaced = [name for name in config.start_settings if name not in named]
     config = config.model_copy(update=dict.fromkeys(replaced))
     if others := [*named[1:], *replaced]:
-        notes.append(f"TRAINING_STAGE={config.training_stage} starts from {named[0].upper()}, not from "
-                     f"{' or '.join(map(str.upper, others))}")
+        places = [f"{name.upper()} ({given[name][1]})" for name in (named[0], *others)]
+        notes.append(f"The start is {places[0]}, not {' or '.join(places[1:])}")
     for name in replaced:
         del given[name]
     asked = Asked(config, named[0] if named else None, explicit, frozenset(given))
@@ -278,14 +280,15 @@ def applies(name: str, asked: Asked, start: Start) -> bool:
         return True
     if name.endswith("_data_path") and name != f"{stage}_data_path":
         return True  # of another stage
-    if kind != "curve" and not start.is_own:
-        return True  # a new run may not differ from what it continues: it is compared, and refused
-    if name in START_FROM:
-        return name == asked.setting and started_from(now, start.state["progress"], asked.run_dir)
-    if name in (f"{stage}_data_path", "tokenizer_path", "teacher_model"):
+    if name in START_FROM and name == asked.setting and start.setting != "resume":
+        return start.named == now or started_from(now, start.state["progress"], asked.run_dir)
+    if start.keeps_record or kind == "curve":
+        # What was moved is found by the new path, and its content is compared.
         places = [value, os.path.join(asked.config.output_dir, value)] if value else []
-        return not any(map(os.path.exists, places)) and not is_hub_name((value or "-").partition("@")[0])
-    return False
+        is_moved = value is not None and not any(map(os.path.exists, places))
+        is_hub = name != f"{stage}_data_path" and is_hub_name((value or "-").partition("@")[0])
+        return name in (f"{stage}_data_path", "tokenizer_path", "teacher_model") and is_moved and not is_hub
+    return True  # a new run may not differ from what it continues: it is compared, and refused
 
 
 def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, start: Start) -> dict[str, Any]:

@@ -41,12 +41,28 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def notes_on_start(start: Start) -> Iterator[str]:
-    if start.continues:
-        where = f" of {start.folder}" if not start.is_own else ""
+def notes_on_start(start: Start, config: Config) -> Iterator[str]:
+    where = "" if start.is_own else f" of {start.folder}"
+    if start.continues and not start.is_own and config.start_step is not None:
+        yield f"continuing step {start.step}{where} as step {config.start_step}"
+    elif start.continues:
         yield f"resuming after step {start.step}{where}"
     elif start.folder:
         yield f"weights from {start.folder}; optimizer, schedule and step restart"
+
+
+def no_step_left(start: Start, config: Config) -> Iterator[str]:
+    """Yield an error if a new run would begin at its end; a run's own finished record is no error."""
+    if start.kind != "new" and not start.is_own and config.start_step is not None:
+        if config.start_step >= max(1, config.max_steps):
+            yield (f"START_STEP={config.start_step} leaves no step of MAX_STEPS={config.max_steps}; lower it, "
+                   "or raise MAX_STEPS")
+    elif start.continues and not start.is_own and start.step >= config.max_steps:
+        ways = "to train on from its weights, set RESET_OPTIMIZER=true; to continue it, raise MAX_STEPS"
+        if start.setting == "resume":
+            ways = "raise MAX_STEPS, or name it by another setting than RESUME with RESET_OPTIMIZER=true"
+        yield (f"{start.setting.upper()}={start.named} is at step {start.step}, which leaves no step of "
+               f"MAX_STEPS={config.max_steps}; {ways}")
 
 
 def notes_on_names(layers: Sequence[Layer], given: Values) -> Iterator[str]:

@@ -65,13 +65,15 @@ def check_model(start: Start, config: ModelConfig, sources: Mapping[str, str] = 
         """Return the saved values of settings that differ, and a description."""
         saved_values, differences = {}, []
         for name in names:
-            field = {"HEAD_WIDTH": "head_dim"}.get(name, name.lower())  # whose default has two spellings
-            there, here = getattr(saved, field), getattr(config, field)
-            if there != here:
-                causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
-                where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
-                saved_values[name] = there
-                differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
+            there, here = getattr(saved, name.lower()), getattr(config, name.lower())
+            if there == here or name == "HEAD_WIDTH" and saved.head_dim == config.head_dim:
+                continue
+            causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
+            cause = next((cause for cause in causes if cause in sources), "")
+            by = f" by {cause.upper()}" * (cause not in ("", SETTING_OF.get(name, name).lower()))
+            where = f"{by} ({sources[cause]})" if cause else ""
+            saved_values[name] = there
+            differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
         return saved_values, "; ".join(differences)
 
     saved_values, description = compare(MODEL_SHAPE)

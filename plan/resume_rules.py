@@ -52,7 +52,7 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
 
     def shown(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         value = values[name]
-        if name in now_identity and name.endswith("_PATH") and value:
+        if name in now_identity and name.endswith(("_PATH", "_MODEL")) and value:
             return f"{settings.get(name)} with SHA-256 {value[:12]}"
         return str(value).lower() if value is None or isinstance(value, bool) else value  # as in .env
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
 from checkpoint import store
+from checkpoint.manifest import fault_of
 from checkpoint.model_json import ADAPTERS, read_model_json
 from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
@@ -42,6 +43,11 @@ class Start(NamedTuple):
         return self.kind == "continue"
 
     @property
+    def keeps_record(self) -> bool:
+        """Whether the run's record overrides files: it is the run's own, or RESUME names it."""
+        return self.is_own or self.setting == "resume"
+
+    @property
     def has_adapters(self) -> bool:
         return self.folder is not None and os.path.exists(os.path.join(self.folder, ADAPTERS))
 
@@ -62,7 +68,9 @@ class Known:
         if reason := self.damaged.get(str(folder)):
             raise CheckpointError(reason)
         if (folder / store.MANIFEST).exists():
-            store.read_manifest(folder)
+            files = store.read_manifest(folder)["files"]  # of which the plan reads the state
+            if store.STATE in files and (fault := fault_of(folder, store.STATE, files[store.STATE])):
+                raise CheckpointError(f"{fault}; use another checkpoint")
 
 
 class Asked(NamedTuple):
@@ -105,7 +113,12 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
     refuse_restart(asked, state)
     if named is None or started_from(named, state["progress"], run_dir):
         return own
-    folder = locate(named, run_dir, known, warn)
+    try:
+        folder = locate(named, run_dir, known, warn)
+    except CheckpointError:
+        if asked.setting in asked.explicit:
+            raise
+        folder = None
     if folder and is_inside(folder, run_dir):  # back to one of its steps
         check_fits(asked, folder)
         if folder.resolve() == newest.resolve():
@@ -136,7 +149,7 @@ def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store
                               f"cannot continue. To start from its weights, set {setting}={path} and "
                               "RESUME=auto")
     for name in ("reset_optimizer", "start_step"):
-        if name in asked.explicit and getattr(asked.config, name) not in (False, None):
+        if name in asked.explicit and is_set(getattr(asked.config, name)):
             raise SettingsError(f"{name.upper()} conflicts with RESUME={path}, which continues with the "
                                 f"optimizer and the step of the checkpoint; set {setting}={path} and "
                                 "RESUME=auto instead, or remove it")
@@ -160,7 +173,7 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
         named = None if run_dir.absolute() in [place.absolute() for place in places] else named
     if named is None:
         for name in ("reset_optimizer", "start_step"):
-            if name in asked.given and getattr(config, name) not in (False, None):
+            if name in asked.given and is_set(getattr(config, name)):
                 raise SettingsError(
                     f"{name.upper()}={str(getattr(config, name)).lower()} needs a start checkpoint, but the "
                     f"settings name none; set {config.usual_start.upper()}, or remove it")
@@ -240,7 +253,7 @@ def refuse_restart(asked: Asked, state: Mapping[str, Any]) -> None:
     """Raise SettingsError if a flag would restart a run that has steps."""
     for name in ("reset_optimizer", "start_step"):
         value, recorded = getattr(asked.config, name), state["settings"].get(name.upper())
-        if name in asked.explicit and value not in (False, None, recorded):
+        if name in asked.explicit and is_set(value) and value != recorded:
             raise SettingsError(
                 f"{name.upper()}={str(value).lower()} would restart the run in {asked.run_dir}, which is at "
                 f"step {state['progress']['step']}. Choose another RUN_NAME, and set "
@@ -274,6 +287,10 @@ def explain_other_start(newest: Path, folder: Path | str, state: Mapping[str, An
 
 
 # --------------------------------------------------------------------------------- places and names
+
+
+def is_set(value: Any) -> bool:
+    return value is not None and value is not False  # START_STEP=0 is set
 
 
 def locate(name: str, run_dir: Path, known: Known, warn: store.Warn) -> Optional[Path]:

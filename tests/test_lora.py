@@ -23,6 +23,7 @@ from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from parallel.ranks import start_ranks, stop_ranks
+from plan.identity import weights_sha256
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -294,7 +295,7 @@ def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tupl
     """The base as a model folder, and its hash."""
     folder.mkdir()
     huggingface.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
-    return folder, huggingface.weights_sha256(huggingface.load_model_weights(folder))
+    return folder, weights_sha256(folder)
 
 
 def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer) -> tuple[Path, Path]:
@@ -370,14 +371,20 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     divided, same = base_folder(tmp_path / "divided", config, tokenizer)
     assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
     tensors = huggingface.load_model_weights(whole)
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"], "model.layers.0.rotary_emb.inv_freq": lazy(torch.ones(8))}
-    assert huggingface.weights_sha256({**extra, **tensors}) == sha256
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].full().clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
+
+    def hashed(tensors: dict) -> str:
+        write_tensors(whole / "model.safetensors", {key: lazy(tensor).full() for key, tensor in tensors.items()})
+        return weights_sha256(whole)
+
+    tensors = {key: tensor.full().clone() for key, tensor in tensors.items()}
+    assert hashed({**extra, **tensors}) == sha256
     name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
-    assert huggingface.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert huggingface.weights_sha256({**tensors, name: lazy(tensors[name].full().reshape(64, -1))}) != sha256
-    changed = tensors[name].full().clone()
+    assert hashed({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
+    assert hashed({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
+    changed = tensors[name].clone()
     changed[3, 4] += 1e-6
-    assert huggingface.weights_sha256({**tensors, name: lazy(changed)}) != sha256
+    assert hashed({**tensors, name: changed}) != sha256
 
 
 def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():

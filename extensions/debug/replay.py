@@ -224,7 +224,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     start = start_before(run_dir, config, step, log.warn)
     plan = Plan(config, dict.fromkeys(Config.model_fields, str(run_dir)), start)
     plan = with_tokens(with_identities(plan, opened.inputs, run_dir), opened.inputs)
-    for message in (*plan.warnings, *plan.notes, *notes_on_start(plan.start)):
+    for message in (*plan.warnings, *plan.notes, *notes_on_start(plan.start, config)):
         log.warn(message)
     run = build(plan, RunContext(ranks, StopSignals(), log), RunFolder(run_dir), opened, for_replay=True)
     if run.progress.step >= step:

@@ -5,6 +5,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, Union
@@ -15,20 +16,20 @@ from factories import LORA, MODES, ONLINE, UNMEASURED, Stages, argv_of, write_js
 import config
 from common.errors import PaddockError
 from config import Config
-from plan.layers import Settings, load_config
-from run.start import open_run
+from plan.make import Plan, make_plan
+from run.build import open_run
 
 COMBINATIONS, BUILT = 300, 60  # the valid ones are built until so many were
 
 
-def load(argv: list[str], environ: dict[str, str]) -> Settings:
-    """The settings of a start; raises SettingsError."""
-    return load_config(argv, environ)
+def load(argv: list[str], environ: dict[str, str]) -> Plan:
+    """The plan of a start; raises PaddockError."""
+    return make_plan(argv, environ)
 
 
-def build(loaded: Settings) -> None:
+def build(loaded: Plan, argv: list[str], environ: dict[str, str]) -> None:
     """Build the run in this process, up to its first step; raises PaddockError."""
-    with open_run(loaded) as run:
+    with open_run(loaded, partial(make_plan, argv, environ)) as run:
         assert run.progress.step <= max(run.config.max_steps, run.config.start_step or 0)
 
 
@@ -154,9 +155,10 @@ def test_random_combinations_start_or_name_their_settings(stages, tmp_path, only
     wrong, built, refused = [], 0, 0
     for each in combinations(stages, tmp_path):
         try:
-            loaded = load(*each.given(tmp_path / str(each.number)))
+            given = each.given(tmp_path / str(each.number))
+            loaded = load(*given)
             if built < BUILT and not {*each.drawn.values()} & {*EXTREME}:
-                build(loaded)
+                build(loaded, *given)
                 built += 1
         except PaddockError as error:
             refused += 1

@@ -9,7 +9,7 @@ from commands import python
 from factories import by_transformers, save_adapter_folder, tiny_model_folder
 
 import lora
-from checkpoint import huggingface, peft, store
+from checkpoint import peft, store
 from config import Config, LoraConfig
 from extensions.inference import weights
 from extensions.inference.engine import Sampling
@@ -33,7 +33,7 @@ def adapter(tmp_path, folder, tokenizer) -> Path:
     lora.add_adapters(model, config, torch.Generator().manual_seed(0))
     state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.3
              for number, (name, tensor) in enumerate(lora.adapter_state_dict(model).items())}
-    sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder))
+    sha256 = weights_sha256(folder)
     path = tmp_path / "runs" / "adapted" / "checkpoints" / "step-00000001"
     contents = peft.Adapter(state, config, str(folder), sha256, {})
     settings = Config().public() | {"LORA_BASE_QUANTIZATION": "none", "PRETRAIN_CHECKPOINT": "gone"}
