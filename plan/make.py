@@ -283,11 +283,12 @@ def applies(name: str, asked: Asked, start: Start) -> bool:
     if name in START_FROM and name == asked.setting and start.setting != "resume":
         return start.named == now or started_from(now, start.state["progress"], asked.run_dir)
     if start.keeps_record or kind == "curve":
+        if not value or name not in (f"{stage}_data_path", "tokenizer_path", "teacher_model"):
+            return False
         # What was moved is found by the new path, and its content is compared.
-        places = [value, os.path.join(asked.config.output_dir, value)] if value else []
-        is_moved = value is not None and not any(map(os.path.exists, places))
-        is_hub = name != f"{stage}_data_path" and is_hub_name((value or "-").partition("@")[0])
-        return name in (f"{stage}_data_path", "tokenizer_path", "teacher_model") and is_moved and not is_hub
+        places = [value, os.path.join(asked.config.output_dir, value)]
+        is_on_hub = name != f"{stage}_data_path" and is_hub_name(value.partition("@")[0])
+        return not is_on_hub and not any(map(os.path.exists, places))
     return True  # a new run may not differ from what it continues: it is compared, and refused
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import lora
 from checkpoint import huggingface, model_json
 from checkpoint import peft as peft_format
-from checkpoint.tensors import lazy, read_all
+from checkpoint.tensors import lazy, read_all, write_tensors
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
 from extensions.inference.weights import merge, merged_state_dict, model_from_tensors

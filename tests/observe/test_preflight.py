@@ -149,7 +149,6 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
 
 
-@pytest.mark.xfail(strict=True, reason="extensions/forecast.py; and in sft, a plan for other hardware without a base is refused")
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(stage, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -188,7 +187,6 @@ def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_
         assert found == config.accumulation_steps * seconds / expected[-1] and taken == expected
 
 
-@pytest.mark.xfail(strict=True, reason="extensions/forecast.py calls rules() with a keyword that is gone")
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
     fits = make_plan(run.argv(MICRO_BATCH_SIZE=4), {}).config

@@ -120,7 +120,6 @@ def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
-@pytest.mark.xfail(strict=True, reason="a recorded none counts as a path that was moved")
 def test_a_teacher_in_env_is_not_used_by_a_run_without_one():
     save_state(3, **SFT_RECORD)
     Path(".env").write_text("TEACHER_MODEL=x\n")
@@ -183,7 +182,6 @@ def test_a_damaged_state_is_an_error(state):
         load(*PRETRAIN, "--run-name", "first")
 
 
-@pytest.mark.xfail(strict=True, reason="the state of the newest checkpoint is parsed before it is verified")
 @pytest.mark.parametrize("state", ["", "{", None])
 def test_a_checkpoint_with_a_damaged_state_is_skipped_with_a_warning(state):
     save_state(3)

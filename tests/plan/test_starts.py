@@ -54,10 +54,6 @@ def refused(*flags, env="", error=PaddockError, **environ) -> str:
     return str(caught.value)
 
 
-def known_bug(reason: str):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 # Which start
 
 
@@ -122,7 +118,6 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     assert plan("--run-name", "tuned", PRETRAIN_CHECKPOINT="base", env="INSTRUCT_CHECKPOINT=chat\n").start.folder == STEP_5
 
 
-@known_bug("a start in .env that does not exist stops a run that does not use it")
 def test_a_start_in_env_that_is_gone_does_not_stop_a_started_run():
     loaded = plan("--run-name", "tuned", env="INSTRUCT_CHECKPOINT=gone\n")
     assert loaded.start.folder == STEP_5 and not_used(loaded) == ["INSTRUCT_CHECKPOINT=gone"]
@@ -134,7 +129,6 @@ def test_going_back_to_a_step_is_warned_of():
         assert loaded.start.step == 3 and loaded.warnings[0] == f"{STEP_5} is not used, because the settings name {STEP_3}"
 
 
-@known_bug("it is listed as not used")
 def test_a_step_of_its_own_that_env_names_is_used():
     assert not_used(plan("--run-name", "tuned", env=f"PRETRAIN_CHECKPOINT={STEP_3}\n")) == []
 
@@ -186,7 +180,7 @@ def test_a_setting_of_a_start_is_refused_without_a_start(name, value):
     assert f"{name.upper()}={value} needs a start" in refused(*PRETRAIN, "--run-name", "pretrained", "--resume", "never", env=f"{name}={value}\n")
 
 
-RESTARTS = [("reset_optimizer", "true"), ("start_step", 2), pytest.param("start_step", 0, marks=known_bug("0 counts as false"))]
+RESTARTS = [("reset_optimizer", "true"), ("start_step", 2), ("start_step", 0)]
 
 
 @pytest.mark.parametrize("name, value", RESTARTS)
@@ -217,7 +211,6 @@ def test_a_start_step_goes_with_a_checkpoint_of_the_stage_or_new_weights():
     assert plan(*SFT, "--pretrain-checkpoint", "base", "--start-step", 2).config.start_step == 2
 
 
-@known_bug("START_STEP is not compared with MAX_STEPS")
 def test_a_start_step_leaves_steps_to_take():
     error = refused(*SFT, "--pretrain-checkpoint", "base", "--start-step", 10, "--max-steps", 4)
     assert "START_STEP=10" in error and "MAX_STEPS=4" in error
@@ -246,17 +239,17 @@ def test_resume_of_a_path_refuses_another_start_by_a_flag():
     (["--resume", "base"], "RESUME=base names a model without a trainer state, which"),
     (["--resume", "adapters"], "RESUME=adapters names a model without a trainer state, which"),
     (["--resume", "gone"], "there is no checkpoint 'gone'"), (["--resume", "runs/gone"], "there is no checkpoint 'runs/gone'"),
-    pytest.param(["--resume", "old/gone"], "there is no checkpoint 'old/gone'", marks=known_bug("it is taken for a name of the hub")),
+    (["--resume", "old/gone"], "there is no checkpoint 'old/gone'"),
     (["--resume", STEP_3, "--run-name", "adapted"], "runs/adapted has a run at step-00000002")])
 def test_resume_of_a_path_needs_a_checkpoint_of_the_stage(flags, words):
     assert words in refused("--run-name", "new", *flags, error=CheckpointError)
 
 
 @pytest.mark.parametrize("env", [
-    pytest.param("RESET_OPTIMIZER=true", marks=known_bug("it is kept, without an effect")),
-    pytest.param("START_STEP=2", marks=known_bug("it acts without a word")),
-    pytest.param("PRETRAIN_CHECKPOINT=chat", marks=known_bug("it is kept, without an effect")),
-    pytest.param("TRAINING_STAGE=dpo", marks=known_bug("the stage is that of .env, and the checkpoint another's")),
+    "RESET_OPTIMIZER=true",
+    "START_STEP=2",
+    "PRETRAIN_CHECKPOINT=chat",
+    "TRAINING_STAGE=dpo",
     "LEARNING_RATE=3", "MIN_LEARNING_RATE=3"])
 def test_resume_of_a_path_does_not_use_what_env_says_of_another_start(env):
     loaded = plan("--run-name", "new", "--resume", STEP_3, env=f"{env}\n")
@@ -303,7 +296,7 @@ def test_fixed_settings_and_those_by_content_come_from_the_record_too(setting, l
     assert not_used(explicit) == [] and explicit.config != loaded.config, "a flag is compared with the record, and refused or told"
 
 
-@pytest.mark.parametrize("data", ["./old/chats", "/old/chats", pytest.param("old/chats", marks=known_bug("it is taken for a name of the hub"))])
+@pytest.mark.parametrize("data", ["./old/chats", "/old/chats", "old/chats"])
 def test_a_path_in_env_is_used_if_the_recorded_one_is_gone(data):
     """Its content is compared later."""
     checkpoint_without_weights(Path("runs/moved"), 3, **TUNED | {"SFT_DATA_PATH": data, "TOKENIZER_PATH": "./t"})

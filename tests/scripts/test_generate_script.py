@@ -15,6 +15,7 @@ from extensions.inference import weights
 from extensions.inference.engine import Sampling
 from extensions.inference.text import TextGenerator, text_prompt
 from extensions.inference.weights import find_model, load_model
+from plan.identity import weights_sha256
 from scripts import generate as script
 
 SCRIPT = script.__file__
