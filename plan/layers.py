@@ -584,12 +584,13 @@ def load_or_exit(argv: Sequence[str], usage: str) -> Settings:
 
 def exit_with(error: SettingsError) -> NoReturn:
     """Print the errors, once per machine, and exit with code 2."""
-    lines = str(error).splitlines()
+    lines, note = str(error).splitlines(), rank_note()
+    text = [f"{counted(len(lines), 'error')} in the settings:", *lines, *{note} - {"", *lines}]
+    if note and note not in lines and os.environ.get("LOCAL_RANK", "0") != "0":
+        text = [f"Stopped by an error that the process with LOCAL_RANK=0 prints; {note}"]
     with first_on_machine() as first:
         if first:
-            title = f"{counted(len(lines), 'error')} in the settings:"
-            notes = {rank_note()} - {"", *lines}
-            print_safely("\n  ".join([title, *lines, *notes]), sys.stderr)
+            print_safely("\n  ".join(text), sys.stderr)
     raise SystemExit(error.exit_code)
 
 

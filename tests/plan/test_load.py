@@ -638,7 +638,7 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(SystemExit):
         exit_with(SettingsError("a"))
-    assert capsys.readouterr().err.startswith("1 error in the settings:\n  a\n  the environment has RANK=4, LOCAL_RANK=1")
+    assert re.match("Stopped by an error that the process with LOCAL_RANK=0 prints; the environment has RANK=4, LOCAL_RANK=1", capsys.readouterr().err)
 
 
 STALE = [{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"},
