@@ -695,10 +695,10 @@ def evaluation_rules(c: Config) -> Iterator[str]:
 
 def base_rules(c: Config) -> Iterator[str]:
     """Check that a start checkpoint is set where one is needed."""
-    if c.named_checkpoint is None and c.training_stage == "sft" and not (
-            c.random_init or c.distillation_enabled):
-        yield ("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none. Set PRETRAIN_CHECKPOINT "
-               "to the model to fine-tune, or RANDOM_INIT=true to train random weights")
+    may_be_random = c.random_init or c.distillation_enabled or c.lora_enabled  # the last has its own rule
+    if c.named_checkpoint is None and c.training_stage == "sft" and not may_be_random:
+        yield ("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none. Set "
+               "PRETRAIN_CHECKPOINT to the model to fine-tune, or RANDOM_INIT=true to train random weights")
     if c.named_checkpoint is None and c.training_stage in ("dpo", "grpo"):
         yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.named_checkpoint is None and c.lora_enabled:

@@ -139,8 +139,7 @@ def first_on_machine() -> Iterator[bool]:
     """A `with` block for output that every rank of this machine would print; yields True in the first rank.
 
     The others wait until the first has printed, because torchrun ends all ranks when one exits. They share a
-    lock file in the folder of torch's launchers. Without one, each rank prints until it knows that others
-    exist, and LOCAL_RANK 0 afterwards.
+    lock file of torch's launchers; without it, LOCAL_RANK 0 is the first, and each rank until it has joined.
     """
     first, file = JOINED not in MARKERS or os.environ.get("LOCAL_RANK", "0") == "0", None
     with ExitStack() as stack:

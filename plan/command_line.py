@@ -124,14 +124,15 @@ def exit_after_help(argv: Sequence[str], usage: str) -> None:
 
 def exit_with(error: PaddockError) -> NoReturn:
     """Print the errors, once per machine, and exit with the error's code."""
-    lines = str(error).splitlines()
+    lines, note = str(error).splitlines(), rank_note()
+    text = [f"error: {error}", *{note} - {"", *lines}]
+    if isinstance(error, SettingsError):
+        text = [f"{counted(len(lines), 'error')} in the settings:", *lines, *{note} - {"", *lines}]
+    if note and note not in lines and os.environ.get("LOCAL_RANK", "0") != "0":
+        text = [f"Stopped by an error that the process with LOCAL_RANK=0 prints; {note}"]
     with first_on_machine() as first:
         if first:
-            is_list = isinstance(error, SettingsError)
-            title = [f"{counted(len(lines), 'error')} in the settings:"] if is_list else []
-            lines = lines if is_list else [f"error: {error}"]
-            notes = {rank_note()} - {"", *lines}
-            print_safely("\n  ".join([*title, *lines, *notes]), sys.stderr)
+            print_safely("\n  ".join(text), sys.stderr)
     raise SystemExit(error.exit_code)
 
 

@@ -24,7 +24,7 @@ def measured(prepared, tmp_path_factory):
     run, patch = TinyRun(prepared, tmp_path_factory.mktemp("measured"), **MEASURED), pytest.MonkeyPatch()
     meter = SimpleNamespace(read=lambda: Sample(50.0), close=lambda: None)  # 50 W
     patch.setattr(profile, "start_sampler", lambda run: power.PowerSampler(
-        lambda: meter, "0", run.config.power_hz, lambda: run.folder / "power.csv", run.log.info, run.log.warn))
+        lambda: meter, "0", run.config.power_hz, run.folder / "power.csv", run.log.info, run.log.warn))
     try:
         assert run.train() == 0
     finally:
