@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from factories import checkpoint_without_weights, model_without_weights
+from factories import checkpoint_without_weights, model_without_weights, rehash
 
+from checkpoint import store
 from common.errors import CheckpointError, SettingsError
 from config import MODEL_SETTINGS, Config
 from plan.derived import PRESETS_DIR, settings_of_data, settings_of_length
@@ -67,8 +68,9 @@ def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
     preset.parent.mkdir()
     preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
     checkpoint = save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
-    state = checkpoint / "trainer_state.json"
-    state.write_text(state.read_text().replace("MUON_MOMENTUM", "GONE"))
+    state = store.read_state(checkpoint)
+    state["settings"]["GONE"] = state["settings"].pop("MUON_MOMENTUM")
+    rehash(checkpoint, state)
     for name in ("mine", "mine,mine"):
         loaded = load("--preset", name, "--run-name", "first")
         assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
@@ -162,11 +164,11 @@ def test_nothing_is_inferred_from_the_stage_of_an_env():
 
 
 def test_resume_in_env_holds_for_the_run_that_a_flag_names():
-    checkpoint_without_weights(Path("runs/other"), 8, **SFT_RECORD)
+    checkpoint_without_weights(Path("runs/other"), 6, **SFT_RECORD)
     save_state(3, **SFT_RECORD)
     Path(".env").write_text("RESUME=runs/other\n")
-    assert load("--run-name", "new").start.folder == "runs/other/checkpoints/step-00000008"
-    with pytest.raises(CheckpointError, match="runs/first has a run at step-00000003 .* restart it from runs/other/checkpoints/step-00000008"):
+    assert load("--run-name", "new").start.folder == "runs/other/checkpoints/step-00000006"
+    with pytest.raises(CheckpointError, match="runs/first has a run at step-00000003 .* restart it from runs/other/checkpoints/step-00000006"):
         load("--run-name", "first")
     assert load("--run-name", "first", "--resume", "auto").start.step == 3
     Path(".env").write_text("RESUME=never\nTRAINING_STAGE=sft\nSFT_DATA_PATH=set\nTOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
@@ -196,11 +198,11 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped_with_a_warning(state):
 
 
 def test_a_recorded_value_that_is_no_longer_valid_gives_the_default_unless_it_is_of_the_model():
-    path = save_state(3) / "trainer_state.json"
-    text = path.read_text()
-    path.write_text(text.replace('"LR_SCHEDULE": "cosine"', '"LR_SCHEDULE": "linear"'))
+    checkpoint = save_state(3)
+    state = store.read_state(checkpoint)
+    rehash(checkpoint, state | {"settings": state["settings"] | {"LR_SCHEDULE": "linear"}})
     assert load(*PRETRAIN, "--run-name", "first").config.lr_schedule == "cosine"
-    path.write_text(text.replace('"MODEL_TYPE": "llama"', '"MODEL_TYPE": "gpt"'))
+    rehash(checkpoint, state | {"settings": state["settings"] | {"MODEL_TYPE": "gpt"}})
     with pytest.raises(CheckpointError, match="step-00000003: MODEL_TYPE=gpt: .*; use another checkpoint"):
         load(*PRETRAIN, "--run-name", "first")
 
@@ -268,12 +270,12 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
 
 def test_recorded_settings_are_recorded_again_without_a_change():
     """Not as a setting would be read: 600 is not 600.0."""
-    file = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8) / "trainer_state.json"
+    checkpoint = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
     for timeout in (600, 600.0):
-        state = json.loads(file.read_text())
+        state = store.read_state(checkpoint)
         recorded = state["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
-        file.write_text(json.dumps(state | {"settings": recorded}))
-        assert json.dumps(load("--run-name", "first").config.public()) == json.dumps(recorded)
+        rehash(checkpoint, state | {"settings": recorded})
+        assert json.dumps(load("--run-name", "first").config.public(), sort_keys=True) == json.dumps(recorded, sort_keys=True)
 
 
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")

@@ -1,6 +1,7 @@
 """Where a run starts (new, continue or from), by which settings, and what of them is refused; and a plan as JSON."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 from factories import checkpoint_without_weights, model_without_weights
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck
+from hypothesis import given as vary
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -105,7 +107,8 @@ def test_a_start_in_a_higher_layer_replaces_the_one_in_env(place):
     loaded = plan(*SFT, *flags.get(place, ()), env=env, **{"INSTRUCT_CHECKPOINT": "chat"} if place == "environment" else {})
     assert loaded.start == Start("from", "chat", named="chat", setting="instruct_checkpoint")
     assert loaded.config.start_settings == ["instruct_checkpoint"] and not {"pretrain_checkpoint", "dpo_checkpoint"} & loaded.sources.keys()
-    assert "TRAINING_STAGE=sft starts from INSTRUCT_CHECKPOINT, not from PRETRAIN_CHECKPOINT or DPO_CHECKPOINT" in loaded.notes
+    (note,) = [note for note in loaded.notes if re.search(r"INSTRUCT_CHECKPOINT.*, not .*PRETRAIN_CHECKPOINT.* or DPO_CHECKPOINT", note)]
+    assert "TRAINING_STAGE=pretrain" not in note
 
 
 def test_within_a_layer_the_usual_start_of_the_stage_counts():
@@ -119,8 +122,8 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     loaded = plan("--run-name", "tuned", env="INSTRUCT_CHECKPOINT=chat\n")
     assert loaded.start.folder == STEP_5 and not_used(loaded) == ["INSTRUCT_CHECKPOINT=chat"]
     assert loaded.config.start_settings == ["pretrain_checkpoint"]
-    for places in ({"env": "INSTRUCT_CHECKPOINT=chat\n", "PRETRAIN_CHECKPOINT": "chat"}, {"INSTRUCT_CHECKPOINT": "chat"}):
-        error = refused("--run-name", "tuned", error=CheckpointError, **places)
+    for given in ({"env": "INSTRUCT_CHECKPOINT=chat\n", "PRETRAIN_CHECKPOINT": "chat"}, {"INSTRUCT_CHECKPOINT": "chat"}):
+        error = refused("--run-name", "tuned", error=CheckpointError, **given)
         assert error.startswith("runs/tuned has a run at step-00000005 that started from base, but the settings would restart it from chat")
     assert plan("--run-name", "tuned", PRETRAIN_CHECKPOINT="base", env="INSTRUCT_CHECKPOINT=chat\n").start.folder == STEP_5
 
@@ -132,8 +135,8 @@ def test_a_start_in_env_that_is_gone_does_not_stop_a_started_run():
 
 
 def test_going_back_to_a_step_is_warned_of():
-    for places in ({"env": f"PRETRAIN_CHECKPOINT={STEP_3}\n"}, {"PRETRAIN_CHECKPOINT": STEP_3}, {"RESUME": STEP_3}):
-        loaded = plan("--run-name", "tuned", **places)
+    for given in ({"env": f"PRETRAIN_CHECKPOINT={STEP_3}\n"}, {"PRETRAIN_CHECKPOINT": STEP_3}, {"RESUME": STEP_3}):
+        loaded = plan("--run-name", "tuned", **given)
         assert loaded.start.step == 3 and loaded.warnings[0] == f"{STEP_5} is not used, because the settings name {STEP_3}"
 
 
@@ -194,8 +197,8 @@ RESTARTS = [("reset_optimizer", "true"), ("start_step", 2), pytest.param("start_
 
 @pytest.mark.parametrize("name, value", RESTARTS)
 def test_a_setting_of_a_start_is_refused_for_a_run_with_steps(name, value):
-    for places in ({name.upper(): str(value)}, {name.upper(): str(value), "PRETRAIN_CHECKPOINT": "base"}):
-        error = refused("--run-name", "tuned", error=SettingsError, **places)
+    for given in ({name.upper(): str(value)}, {name.upper(): str(value), "PRETRAIN_CHECKPOINT": "base"}):
+        error = refused("--run-name", "tuned", error=SettingsError, **given)
         assert error.startswith(f"{name.upper()}={value} would restart the run in runs/tuned, which is at step 5. Choose another RUN_NAME")
 
 
@@ -375,7 +378,7 @@ chosen = st.lists(st.sampled_from(sorted(POOL)).flatmap(lambda name: st.tuples(s
 
 
 @hypothesis_settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(chosen, chosen, st.sampled_from(["pretrain", "sft", "dpo", "grpo"]))
+@vary(chosen, chosen, st.sampled_from(["pretrain", "sft", "dpo", "grpo"]))
 def test_any_settings_of_a_start_give_a_plan_or_an_error_for_the_user(in_env, by_flag, stage):
     data = [f"--{name}-data-path=chats" for name in ("pretrain", "sft", "dpo", "grpo")]
     env = "".join(f"{name.upper()}={value}\n" for name, value in in_env if name != "check") + f"TRAINING_STAGE={stage}\n" * (
