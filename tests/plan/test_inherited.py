@@ -142,6 +142,13 @@ def test_a_preset_of_another_stage_in_env_is_used_only_as_far_as_it_is_safe():
     assert any(note.startswith(f"Not used from {PRESETS_DIR / 'sample.env'}, ") for note in loaded.notes)
 
 
+@pytest.mark.xfail(strict=True, reason="a start of none among the settings hides all recorded starts")
+def test_a_preset_that_names_no_start_leaves_the_recorded_one():
+    save_state(3, **SFT_RECORD | {"MICRO_BATCH_SIZE": 8})
+    Path(".env").write_text("INSTRUCT_CHECKPOINT=none\nDPO_CHECKPOINT=\n")
+    assert load("--run-name", "first").config.start_settings == ["pretrain_checkpoint"]
+
+
 def test_epochs_in_env_set_the_length_of_a_started_run():
     save_state(3, **SFT_RECORD)
     Path(".env").write_text("EPOCHS=2\n")
