@@ -469,9 +469,9 @@ def test_an_ordinary_environment_raises_no_alarm():
 
 def test_flags_in_every_spelling():
     config = load("--max_steps=5", "--MIN-LEARNING-RATE", "0", "--debug", "--compile", "off", "--tf32=false",
-                  "--sample-prompts=--a=b|c", "--start-step", "0").config
+                  "--sample-prompts=--a=b|c", "--seed", "0").config
     assert (config.max_steps, config.min_learning_rate, config.debug, config.compile, config.tf32) == (5, 0, True, False, False)
-    assert (config.sample_prompts, config.start_step) == ("--a=b|c", 0)
+    assert (config.sample_prompts, config.seed) == ("--a=b|c", 0)
     assert [load(*flags).check for flags in (["--check"], ["--check=true"], [], ["--check=false"])] == [True, True, False, False]
 
 
