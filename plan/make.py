@@ -297,7 +297,7 @@ def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, 
     left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
     if not start.is_own:
         left_out |= {*RESTARTS, *START_FROM}
-    elif any(name in given for name in START_FROM):
+    elif any(name in given and getattr(config, name) for name in START_FROM):
         left_out |= {*START_FROM}
     if "depth" in given and config.depth != record.get("DEPTH"):
         same_stage = config.model_copy(update={"training_stage": record["TRAINING_STAGE"]})

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from factories import checkpoint_without_weights, model_without_weights
+from factories import checkpoint_without_weights, model_without_weights, rehash
 
 from checkpoint import store
 from common.errors import CheckpointError, SettingsError
@@ -60,13 +60,6 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
         load(*DPO, "--run-name", "first")
 
 
-def write_state(checkpoint: Path, text: str) -> None:
-    """Replace a checkpoint's state, and sign it anew."""
-    (checkpoint / "trainer_state.json").write_text(text)
-    manifest = store.read_manifest(checkpoint)
-    store.write_manifest(checkpoint, {name: manifest[name] for name in ("step", "world_size", "val_loss")}, {})
-
-
 def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
     """MUON_MOMENTUM is newer than the run, so its default is what the run had."""
     preset = Path("presets/mine.env").resolve()
@@ -75,8 +68,9 @@ def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
     preset.parent.mkdir()
     preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
     checkpoint = save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
-    state = checkpoint / "trainer_state.json"
-    write_state(checkpoint, state.read_text().replace("MUON_MOMENTUM", "GONE"))
+    state = store.read_state(checkpoint)
+    state["settings"]["GONE"] = state["settings"].pop("MUON_MOMENTUM")
+    rehash(checkpoint, state)
     for name in ("mine", "mine,mine"):
         loaded = load("--preset", name, "--run-name", "first")
         assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
@@ -147,6 +141,12 @@ def test_a_preset_of_another_stage_in_env_is_used_only_as_far_as_it_is_safe():
     assert any(note.startswith(f"Not used from {PRESETS_DIR / 'sample.env'}, ") for note in loaded.notes)
 
 
+def test_a_preset_that_names_no_start_leaves_the_recorded_one():
+    save_state(3, **SFT_RECORD | {"MICRO_BATCH_SIZE": 8})
+    Path(".env").write_text("INSTRUCT_CHECKPOINT=none\nDPO_CHECKPOINT=\n")
+    assert load("--run-name", "first").config.start_settings == ["pretrain_checkpoint"]
+
+
 def test_epochs_in_env_set_the_length_of_a_started_run():
     save_state(3, **SFT_RECORD)
     Path(".env").write_text("EPOCHS=2\n")
@@ -202,11 +202,11 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped_with_a_warning(state):
 
 
 def test_a_recorded_value_that_is_no_longer_valid_gives_the_default_unless_it_is_of_the_model():
-    path = save_state(3) / "trainer_state.json"
-    text = path.read_text()
-    write_state(path.parent, text.replace('"LR_SCHEDULE": "cosine"', '"LR_SCHEDULE": "linear"'))
+    checkpoint = save_state(3)
+    state = store.read_state(checkpoint)
+    rehash(checkpoint, state | {"settings": state["settings"] | {"LR_SCHEDULE": "linear"}})
     assert load(*PRETRAIN, "--run-name", "first").config.lr_schedule == "cosine"
-    write_state(path.parent, text.replace('"MODEL_TYPE": "llama"', '"MODEL_TYPE": "gpt"'))
+    rehash(checkpoint, state | {"settings": state["settings"] | {"MODEL_TYPE": "gpt"}})
     with pytest.raises(CheckpointError, match="step-00000003: MODEL_TYPE=gpt: .*; use another checkpoint"):
         load(*PRETRAIN, "--run-name", "first")
 
@@ -274,12 +274,12 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
 
 def test_recorded_settings_are_recorded_again_without_a_change():
     """Not as a setting would be read: 600 is not 600.0."""
-    file = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8) / "trainer_state.json"
+    checkpoint = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
     for timeout in (600, 600.0):
-        state = json.loads(file.read_text())
+        state = store.read_state(checkpoint)
         recorded = state["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
-        write_state(file.parent, json.dumps(state | {"settings": recorded}))
-        assert json.dumps(load("--run-name", "first").config.public()) == json.dumps(recorded)
+        rehash(checkpoint, state | {"settings": recorded})
+        assert json.dumps(load("--run-name", "first").config.public(), sort_keys=True) == json.dumps(recorded, sort_keys=True)
 
 
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")

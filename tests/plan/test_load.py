@@ -469,9 +469,9 @@ def test_an_ordinary_environment_raises_no_alarm():
 
 def test_flags_in_every_spelling():
     config = load("--max_steps=5", "--MIN-LEARNING-RATE", "0", "--debug", "--compile", "off", "--tf32=false",
-                  "--sample-prompts=--a=b|c", "--start-step", "0").config
+                  "--sample-prompts=--a=b|c", "--seed", "0").config
     assert (config.max_steps, config.min_learning_rate, config.debug, config.compile, config.tf32) == (5, 0, True, False, False)
-    assert (config.sample_prompts, config.start_step) == ("--a=b|c", 0)
+    assert (config.sample_prompts, config.seed) == ("--a=b|c", 0)
     assert [load(*flags).check for flags in (["--check"], ["--check=true"], [], ["--check=false"])] == [True, True, False, False]
 
 
@@ -659,7 +659,7 @@ STALE = [{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "LOC
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
 @pytest.mark.parametrize("left", STALE)
-def test_what_an_earlier_job_left_in_the_environment_is_named_with_the_remedy(left, flags, empty_folder, capsys, monkeypatch):
+def test_what_an_earlier_job_left_in_the_environment_is_named_with_the_remedy(left, flags, own_folder, capsys, monkeypatch):
     """Also if this is not rank 0, which does not exist."""
     monkeypatch.setattr(process, "MARKERS", set())
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -674,7 +674,7 @@ def test_what_an_earlier_job_left_in_the_environment_is_named_with_the_remedy(le
 
 @pytest.mark.parametrize("started", [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {},
                                      {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}])
-def test_ranks_and_single_processes_start(started, empty_folder, monkeypatch):
+def test_ranks_and_single_processes_start(started, own_folder, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name, value in {**DATA, **started}.items():
         monkeypatch.setenv(name, value)
