@@ -37,8 +37,10 @@ class RunConfig(Section):
     instruct_checkpoint: Optional[str] = by_content(None, "start from this SFT model (same forms)")
     dpo_checkpoint: Optional[str] = by_content(None, "start from this DPO model (same forms)")
     random_init: bool = by_content(False, "allow sft without a start checkpoint, from random weights")
-    reset_optimizer: bool = by_content(False, "load only the checkpoint's weights, without its optimizer and step")
-    start_step: Optional[int] = by_content(None, "step number to start from, instead of the checkpoint's", ge=0)
+    reset_optimizer: bool = by_content(
+        False, "load only the checkpoint's weights, without its optimizer and step")
+    start_step: Optional[int] = by_content(
+        None, "step number to start from, instead of the checkpoint's", ge=0)
     allow_resume_mismatch: str = safe(
         "", "comma-separated settings that may differ from the checkpoint's", separator=",")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
@@ -119,7 +121,8 @@ class ModelConfig(Section):
     head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)
     ffn_dim: Optional[int] = by_content(None, "feed-forward width; none = from the next two settings", ge=1)
     multiple_of: int = by_content(256, "round the feed-forward width up to a multiple of this", ge=1)
-    ffn_dim_multiplier: Optional[float] = by_content(None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
+    ffn_dim_multiplier: Optional[float] = by_content(
+        None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
     norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
     no_rope_every: Optional[int] = fixed(
@@ -370,7 +373,8 @@ class DistillationConfig(Section):
 
     distillation_enabled: bool = fixed(
         False, "also train on a teacher's distribution; in grpo only on it, at the student's own answers")
-    teacher_model: Optional[str] = by_content(None, "teacher: run, checkpoint, or Hugging Face folder or name")
+    teacher_model: Optional[str] = by_content(
+        None, "teacher: run, checkpoint, or Hugging Face folder or name")
     teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "teacher's dtype; auto = as stored")
     distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed(
         "forward_kl", "divergence between teacher and student")

@@ -254,7 +254,7 @@ def forced_eager() -> AbstractContextManager:
 
 def read_parameters(folder: Path, config: ModelConfig, vocab_size: int, finite: bool = True,
                     layers: Optional[int] = None) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, perhaps cut to its first layers, with a row for each id."""
+    """Return the parameters of a folder's model, perhaps cut to its first layers, with a row for each id."""
     refuse_adapters(folder)
     stored = huggingface.load_model_weights(folder)
     if layers is not None:

@@ -5,6 +5,8 @@ the size and hash of every file except README.md, and is renamed last. It is ren
 it is deleted. run/run.py decides on the contents, and tensors.py writes the bytes. Needs no torch.
 """
 
+import hashlib
+import json
 import os
 import re
 import resource
@@ -13,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -26,6 +29,7 @@ from common.files import (
     TRANSIENT_ERRORS,
     disk_errors,
     free_bytes,
+    read_json,
     read_plain,
     sha256,
     sync,
@@ -90,7 +94,7 @@ def temporary_of(folder: Path) -> Path:
 
 
 def start_writing(folder: Path, files: Mapping[str, Any], needed_bytes: int) -> Path:
-    """Create the temporary folder with a file for each `TensorFile`; return its path. Ranks write the rows."""
+    """Create the temporary folder with a file for each `TensorFile`, for ranks to fill; return its path."""
     temporary = temporary_of(folder)
     check_room(folder.parent, needed_bytes)
     with disk_errors(folder, needed_bytes=needed_bytes):
@@ -349,19 +353,43 @@ def has_file(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------- deleting
 
 
+def note_need(checkpoint: Path, run_dir: Path) -> None:
+    """Note beside a checkpoint that another run needs it. Retention keeps it while that run exists.
+
+    Raises OSError.
+    """
+    place = os.path.relpath(run_dir.resolve(), checkpoint.resolve().parent)
+    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
+    note = checkpoint.parent / f"needed-{checkpoint.name}-{digest}.json"
+    note.write_text(json.dumps({"run": str(run_dir.resolve()), "beside": place}) + "\n", encoding="utf-8")
+
+
+def needed(checkpoints_dir: Path) -> dict[Path, str]:
+    """Return the checkpoints that other runs need, and one such run of each."""
+    found = {}
+    for note in checkpoints_dir.glob("needed-step-*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            content = read_json(note)
+            for place in (Path(content["run"]), checkpoints_dir / content["beside"]):
+                if (place / "checkpoints").is_dir():
+                    checkpoint = checkpoints_dir / note.name[len("needed-"):].rpartition("-")[0]
+                    found[checkpoint.resolve()] = str(place)
+    return found
+
+
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
           warn: Warn = warn_on_console, keep_every: int = 0) -> list[Path]:
     """Delete old checkpoints, and return them. Rank 0 calls it under the lock, after it has written one.
 
     Keeps the newest `keep_last` (0 = all), the `keep_best` with the lowest validation loss, those of every
-    `keep_every`-th step (0 = none), the protected ones (which the run started from), and unreadable ones. The
-    newest is not read again, because it was hashed while it was written.
+    `keep_every`-th step (0 = none), the protected ones (which the run started from), those that other runs
+    need, and unreadable ones. The newest is not read again, because it was hashed while it was written.
     """
     readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
     best = best_first(readable)[:keep_best]
     regular = [item for item in readable if keep_every and item[1]["step"] % keep_every == 0]
     kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best, *regular)}
-    kept |= {Path(folder).resolve() for folder in protected}
+    kept |= {Path(folder).resolve() for folder in protected} | needed(checkpoints_dir).keys()
     pruned = [folder for folder, _ in readable if folder.resolve() not in kept]
     for folder in pruned:
         _remove(folder, warn)

@@ -20,11 +20,10 @@ def setting(on_resume: str, default, meaning: str, **limits):
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
-# What a resumed run does with another value. Safe settings come from flags, files and presets as in a new run,
-# and a note reports a change. The others come from the run's record, unless a flag changes them: a curve
-# setting with a warning that the training curve changes; a fixed one is an error, unless
-# ALLOW_RESUME_MISMATCH lists it. By content: paths and shapes with several spellings, for which not the text
-# but what they stand for is compared.
+# What a resumed run does with another value. Safe settings come from flags, files and presets as in a new
+# run, and a note reports a change. The others come from the run's record, unless a flag changes them: a curve
+# setting with a warning, and a fixed one is an error, unless ALLOW_RESUME_MISMATCH lists it. `by_content` is
+# for paths and shapes with several spellings: what they stand for is compared.
 safe, curve, fixed, by_content = (partial(setting, kind) for kind in ("safe", "curve", "fixed", "content"))
 
 

@@ -483,7 +483,8 @@ def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size:
     config = config.model_copy(update={"lora_base_quantization": "none"})  # has no effect on FLOPs or files
     model = model_utils.model_on_meta(config, vocab_size, torch.float32)
     if config.lora_enabled and inputs:
-        model, _ = adapted_on_meta(plan.changed(lora_base_quantization="none"), vocab_size, torch.float32, generator)
+        unquantized = plan.changed(lora_base_quantization="none")
+        model, _ = adapted_on_meta(unquantized, vocab_size, torch.float32, generator)
         described += f"\nLoRA: {console.describe_adapters(model, inputs.tokenizer)}"
     elif config.lora_enabled:
         lora.add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which needs the data

@@ -148,8 +148,8 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
 def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
     """Join the process group, on the terms of rank 0; return the ranks and the terms.
 
-    Rank 0 calls `decide`, which returns JSON with the type of `device`, the `timeout` in seconds, and more. If
-    it raises a PaddockError, all ranks do. Until then, ranks only know the environment of their launcher.
+    Rank 0 calls `decide`, which returns JSON with the type of `device`, the `timeout` in seconds, and more.
+    If it raises a PaddockError, all ranks do. Until then, ranks only know their launcher's environment.
     """
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
@@ -166,11 +166,13 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
             terms = _terms_of_rank0(store, ranks, decide)
         device_type = terms["device"]
         if device_type == "cuda":
-            processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+            gpus = torch.cuda.device_count()
             if processes > gpus:
                 raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
                                     f"start torchrun with --nproc_per_node {gpus} at most")
-        ranks = replace(ranks, device=torch.device(device_type, local_rank if device_type == "cuda" else None))
+        number = local_rank if device_type == "cuda" else None
+        ranks = replace(ranks, device=torch.device(device_type, number))
         watchdog.set_timeout(terms["timeout"])
         if device_type == "cuda":
             torch.cuda.set_device(ranks.device)
@@ -268,7 +270,10 @@ def _join_store(ranks: Ranks) -> dist.Store:
 
 def _terms_of_rank0(store: Optional[dist.Store], ranks: Ranks, decide: Callable[[], dict[str, Any]]
                     ) -> dict[str, Any]:
-    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks, of which one has no store."""
+    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks.
+
+    A single process has no store.
+    """
     if ranks.is_rank0:
         try:
             answer = {"terms": decide()}

@@ -1,5 +1,5 @@
-"""Values for unset settings, in order of precedence: from DEPTH, the start, the stage, the number of steps, and
-finally the training data, once its rows are counted.
+"""Values for unset settings, in order of precedence: from DEPTH, the start, the stage, the number of steps,
+and finally the training data, once its rows are counted.
 
 DEPTH sets the size of a pretraining run. It counts only the parameters of the blocks' matrices, because the
 vocabulary is unknown when settings are read. The batch does not depend on the number of ranks, so a run can

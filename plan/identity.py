@@ -97,7 +97,8 @@ def _weights_sha256(stamps: tuple, layers: Optional[int]) -> str:
         tensors |= stored_tensors(Path(path))
     digest, embedding = hashlib.sha256(), tensors.get(EMBEDDING)
     for name, tensor in sorted(tensors.items()):
-        if layers is not None and is_beyond(name, layers) or name.endswith(".inv_freq") or name == HEAD and is_equal(tensor, embedding):
+        is_cut = layers is not None and is_beyond(name, layers)
+        if is_cut or name.endswith(".inv_freq") or name == HEAD and is_equal(tensor, embedding):
             continue
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         for block in tensor.blocks():

@@ -55,7 +55,7 @@ class Layer:
     notes: dict[str, str] = field(default_factory=dict)  # on names of other trainers, by setting or name
     implied: set[str] = field(default_factory=set)  # settings that go with such a name
     is_env: bool = False  # `.env`, or a preset that it names
-    for_this_start: bool = False  # the command line or the environment, which a run's record does not override
+    for_this_start: bool = False  # flags or the environment, which a run's record does not override
     # Of the command line only:
     env_file: Optional[str] = None
     config_files: list[str] = field(default_factory=list)

@@ -82,7 +82,8 @@ class Plan:
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables for libraries; not sent
 
     def to_json(self) -> dict[str, Any]:
-        names = ("sources", "identities", "generation", "token_ids", "notes", "warnings", "deferred", "check", "for_other_hardware")
+        names = ("sources", "identities", "generation", "token_ids", "notes", "warnings", "deferred", "check",
+                 "for_other_hardware")
         return {"config": self.config.model_dump(), "set": sorted(self.config.model_fields_set),
                 "start": self.start._asdict(), **{name: getattr(self, name) for name in names}}
 
@@ -92,6 +93,10 @@ class Plan:
                   for name, value in content.items()}
         config = Config.model_construct({*fields.pop("set")}, **fields.pop("config"))
         return Plan(config, start=Start(**fields.pop("start")), **fields)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what a run's folder keeps of the plan beside the settings."""
+        return {"sources": dict(self.sources), "start": self.start._asdict(), "identities": self.identities}
 
     def of_files(self) -> dict[str, list]:
         """Return the settings of `.env`, presets and files, and their places, for an automatic restart."""
@@ -126,8 +131,8 @@ class Settled(NamedTuple):
     error: Optional[PaddockError] = None  # there is no such start
 
 
-def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, known: Known = Known(), *,
-              own_flags: Sequence[str] = (), complete: bool = True) -> Plan:
+def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, known: Known = Known(),
+              *, own_flags: Sequence[str] = (), complete: bool = True) -> Plan:
     """Return the plan of the run that a command line, the environment and files describe.
 
     Raises one PaddockError with all problems. A script's `own_flags` are suggested for unknown flags. Without
@@ -167,7 +172,8 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     missing = [*input_rules(config), *base_rules(config)] if elsewhere else []
     if complete and not settled.error:
         no_step = () if "max_steps" in deferred else no_step_left(start, config)
-        messages = (*no_step, *launch_problems(config, environ, flags.check), *rules(config, start.download is not None),
+        messages = (*no_step, *launch_problems(config, environ, flags.check),
+                    *rules(config, shape_is_unknown=start.download is not None),
                     *both_lengths(given), *without_extension(config, given),
                     *(without_switch(config, layers, "teacher_model", "distillation_enabled")
                       if "distillation_enabled" not in unused else ()))
@@ -185,15 +191,17 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     width = f" and DIM={config.dim}" if start.kind == "from" and "learning_rate" in by_stage else ""
     stage = f"TRAINING_STAGE={config.training_stage}{' with LoRA' if config.lora_enabled else ''}{width}"
     chosen = {f"Kept from {start.folder}:": recorded, f"DEPTH={config.depth} sets": by_depth,
-              f"{stage} {'set' if width else 'sets'}": by_stage, "From the prepared data or the start checkpoint:": by_start,
+              f"{stage} {'set' if width else 'sets'}": by_stage,
+              "From the prepared data or the start checkpoint:": by_start,
               f"MAX_STEPS={config.max_steps} sets": by_length, f"N_HEADS={config.n_heads} sets": by_heads}
     notes += [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
     notes += notes_on_layers(layers, given, environ)
     if complete:
         notes += [*model_notes, *notes_on_start(start, config)]
     warnings += [*cautions(config, layers, environ, deferred), *missing]
-    return Plan(config, sources, start, notes=tuple(notes), warnings=tuple(warnings), deferred=tuple(deferred),
-                check=flags.check, for_other_hardware=elsewhere, exports=exported(layers))
+    return Plan(config, sources, start, notes=tuple(notes), warnings=tuple(warnings),
+                deferred=tuple(deferred), check=flags.check, for_other_hardware=elsewhere,
+                exports=exported(layers))
 
 
 def complete(plan: Plan, facts: Facts) -> Plan:
@@ -263,8 +271,8 @@ def settle(layers: Sequence[Layer], known: Known, complete: bool = True) -> Sett
     if unused:
         files = dict.fromkeys(where.rpartition(":")[0] or where for _, where in unused.values())
         values = ", ".join(f"{name.upper()}={shortened(str(value))}" for name, (value, _) in unused.items())
-        notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a run that "
-                     f"has started (for a new run, set another RUN_NAME): {values}")
+        notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a run "
+                     f"that has started (for a new run, set another RUN_NAME): {values}")
     config = config.model_copy(update=recorded)
     config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
         name for name in {*recorded} - {"max_steps"} if recorded[name] == Config.model_fields[name].default)
@@ -292,7 +300,8 @@ def applies(name: str, asked: Asked, start: Start) -> bool:
     return True  # a new run may not differ from what it continues: it is compared, and refused
 
 
-def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, start: Start) -> dict[str, Any]:
+def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, start: Start
+                      ) -> dict[str, Any]:
     """Return the settings that a continued run keeps, as they were recorded; new defaults do not apply."""
     left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
     if not start.is_own:

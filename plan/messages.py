@@ -55,8 +55,8 @@ def no_step_left(start: Start, config: Config) -> Iterator[str]:
     """Yield an error if a new run would begin at its end; a run's own finished record is no error."""
     if start.kind != "new" and not start.is_own and config.start_step is not None:
         if config.start_step >= max(1, config.max_steps):
-            yield (f"START_STEP={config.start_step} leaves no step of MAX_STEPS={config.max_steps}; lower it, "
-                   "or raise MAX_STEPS")
+            yield (f"START_STEP={config.start_step} leaves no step of MAX_STEPS={config.max_steps}; lower "
+                   "it, or raise MAX_STEPS")
     elif start.continues and not start.is_own and start.step >= config.max_steps:
         ways = "to train on from its weights, set RESET_OPTIMIZER=true; to continue it, raise MAX_STEPS"
         if start.setting == "resume":

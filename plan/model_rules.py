@@ -40,9 +40,9 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], exp
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
     asks_to_cut = "n_layers" in explicit or "n_layers" in sources and config.training_stage == "pretrain"
     if asks_to_cut and config.n_layers < model.n_layers and config.lora_enabled:
-        raise SettingsError(f"N_LAYERS={config.n_layers} cuts the {model.n_layers} layers of {folder}, but other "
-                            "programs would open adapters with the whole model; remove N_LAYERS, or set "
-                            "LORA_ENABLED=false")
+        raise SettingsError(f"N_LAYERS={config.n_layers} cuts the {model.n_layers} layers of {folder}, but "
+                            "other programs would open adapters with the whole model; remove N_LAYERS, or "
+                            "set LORA_ENABLED=false")
     if asks_to_cut and config.n_layers < model.n_layers:
         start = start._replace(layers=config.n_layers)
         notes.append(f"N_LAYERS={config.n_layers} keeps the first {config.n_layers} of the {model.n_layers} "

@@ -59,7 +59,8 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:
         remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, plan)
-        raise CheckpointError(f"{start.folder} belongs to a different run: {differences(refused)}. {remedies}")
+        raise CheckpointError(f"{start.folder} belongs to a different run: {differences(refused)}. "
+                              f"{remedies}")
     titles = {"safe": "Changed since the checkpoint, safe",
               "curve": "changed since the checkpoint, and changes the curve",
               "fixed": "different from the checkpoint, as ALLOW_RESUME_MISMATCH permits"}
@@ -69,7 +70,8 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
     if not_recorded:
-        notes.append(f"The checkpoint, of an older version, does not say what {' and '.join(not_recorded)} was")
+        notes.append("The checkpoint, of an older version, does not say what "
+                     f"{' and '.join(not_recorded)} was")
     unknown = sorted(before.keys() - now.keys() - {name.upper() for name in DROPPED})
     if unknown and not EXTENSION_SECTIONS:
         warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "

@@ -178,8 +178,8 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
                     f"{name.upper()}={str(getattr(config, name)).lower()} needs a start checkpoint, but the "
                     f"settings name none; set {config.usual_start.upper()}, or remove it")
         if asked.named and config.training_stage != "pretrain" and not config.random_init:
-            raise SettingsError(f"{asked.setting.upper()}={asked.named} names this run, which has no checkpoint "
-                                "to start from; set it to the model to fine-tune")
+            raise SettingsError(f"{asked.setting.upper()}={asked.named} names this run, which has no "
+                                "checkpoint to start from; set it to the model to fine-tune")
         return Start()
     folder = locate(named, run_dir, known, warn)
     if folder is None:

@@ -21,6 +21,7 @@ import lora
 import model_utils
 from checkpoint import peft, store
 from checkpoint.manifest import MANIFEST
+from checkpoint.model_json import hub_model, name_of_download
 from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
@@ -33,7 +34,7 @@ from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
 from model_kernels.head import choose_head_chunk
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, meeting
-from plan.identity import differences, model_identity, weights_sha256
+from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
 from run.facts import (
@@ -43,6 +44,7 @@ from run.facts import (
     decide,
     find_base,
     identity_of_data,
+    identity_of_start,
     open_inputs,
     prepare_device,
     provide_sample,
@@ -86,6 +88,8 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
         plan, folder, opened = Plan.from_json(terms["plan"]), RunFolder(Path(terms["folder"])), None
         if decided:
             _, folder, opened = decided[0]
+        else:
+            plan = on_this_machine(plan)
         ACTIVITY.stacks_folder = folder.path / "log"
         log = RunLog(plan.config, ranks.rank, ranks.device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
@@ -149,20 +153,35 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         if ranks.is_rank0 and not for_replay and progress.step < config.max_steps:
             size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
             store.check_room(folder.path / "checkpoints", 3 * size, 2 * size)
-        return Run(config, context, inputs, folder, model, optimizer, scaler, progress, objectives.NextToken(),
-                   start.folder and Path(start.folder), extensions=() if for_replay else extensions,
-                   plan=plan)
+        return Run(config, context, inputs, folder, model, optimizer, scaler, progress,
+                   objectives.NextToken(), start.folder and Path(start.folder),
+                   extensions=() if for_replay else extensions, plan=plan)
 
     run = ranks.raise_on_all(construct)
     teacher = None
     if "teacher" in plan.identities:
         place = Path(plan.identities["teacher"]["folder"])
         teacher = load_teacher(place, config, run.inputs.tokenizer.vocab_size, ranks)
-    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base_of(run), context, teacher)
+    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base_of(run), context,
+                                                 teacher)
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
     return run
+
+
+def on_this_machine(plan: Plan) -> Plan:
+    """Return the plan with the local folders of hub models, which each machine downloads once."""
+    def local(folder: Optional[str]) -> Optional[str]:
+        name = folder and not os.path.exists(folder) and name_of_download(Path(folder))
+        return str(hub_model(name)) if name else folder
+
+    teacher = plan.identities.get("teacher")
+    identities = dict(plan.identities)
+    if teacher:
+        identities["teacher"] = {**teacher, "folder": local(teacher["folder"])}
+    start = plan.start._replace(folder=local(plan.start.folder), base=local(plan.start.base))
+    return replace(plan, start=start, identities=identities)
 
 
 def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> Opened:
@@ -177,16 +196,9 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
         if (folder / MANIFEST).exists():
             store.verify(folder, lambda state: plan.start.continues)
         if expected and differences(expected, identity_of_start(folder)):
-            raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy it to "
-                                  "this machine")
+            raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
+                                  "it to this machine")
     return opened
-
-
-def identity_of_start(folder: Path) -> dict[str, str]:
-    """Return the identity of a checkpoint by its manifest, or of a model by its weights."""
-    if (folder / MANIFEST).exists():
-        return {"manifest": store.read_manifest(folder)["sha256"]}
-    return {"weights": weights_sha256(folder)}
 
 
 def build_with_adapters(plan: Plan, inputs: Inputs, dtype: torch.dtype, ranks: Ranks, mesh: Any

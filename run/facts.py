@@ -1,7 +1,7 @@
 """The facts that complete a plan, collected on rank 0 before the other ranks get it.
 
-Files are verified here, models of the hub downloaded, rows counted, inputs opened and identities compared. Only
-the lock of the run's folder is written.
+Files are verified here, models of the hub downloaded, rows counted, inputs opened and identities compared.
+Only the lock of the run's folder is written.
 """
 
 import json
@@ -202,10 +202,12 @@ def prepared_settings(folder: Path) -> dict[str, Any]:
 
 
 def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
-    """Return the plan with what data, tokenizer, base and teacher are, compared with each other and the record."""
+    """Return the plan with what data, base and teacher are, compared with each other and the record."""
     config, start, messages = plan.config, plan.start, list[str]()
     tokenizer, data = inputs.tokenizer, identity_of_data(config, inputs)
     identities: dict[str, Identity] = {"data": data}
+    if start.folder and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        identities["start"] = identity_of_start(Path(start.folder))  # for the other machines
     warnings = check_template(plan, inputs, data)
     if start.kind == "from":
         base = Path(start.base or start.folder)
@@ -218,8 +220,9 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         start = start._replace(base=str(base), layers=config.n_layers)
         warnings += check_model(start, config)
         identities["base"] = model_identity(progress["base_sha256"], config)
-    if config.lora_enabled and has_reference(config) and (adapters := adapters_of_start(start, config, run_dir)):
-        identities["reference_adapters"] = adapters
+    if config.lora_enabled and has_reference(config):
+        if adapters := adapters_of_start(start, config, run_dir):
+            identities["reference_adapters"] = adapters
     if config.distillation_enabled:
         teacher = find_teacher(config, tokenizer)
         if start.continues:
@@ -246,17 +249,18 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
     now, prepared = load_chat_format(inputs.tokenizer).sha256, {*data["template"]} - {""}
     warnings = []
     if other := prepared - {now}:
-        text = (f"{config.data_path} was prepared with another chat template (SHA-256 {min(other)[:12]}) than that "
-                f"of TOKENIZER_PATH={config.tokenizer_path} ({now[:12]}), which the model would be saved with")
+        text = (f"{config.data_path} was prepared with another chat template, SHA-256 {min(other)[:12]}, "
+                f"than that of TOKENIZER_PATH={config.tokenizer_path}, {now[:12]}, with which the model is "
+                "saved")
         if not plan.start.continues:
-            raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to the "
-                            "one that it was prepared with")
+            raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
+                            "the one that it was prepared with")
         warnings.append(text)
     prompts = {*data["system_prompt"]}
     if config.system_prompt and prompts != {config.system_prompt}:
         had = " and ".join(repr(each) for each in sorted(prompts))
-        warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which was "
-                        f"prepared with {had}; prepare the data again to use it")
+        warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which "
+                        f"was prepared with {had}; prepare the data again to use it")
     return warnings
 
 
@@ -285,8 +289,8 @@ def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
             for place in (folder, *folder.parent.glob("step-*")):
                 if adapters_sha256(place) == wanted:
                     return {"folder": str(place), "sha256": wanted}
-    raise CheckpointError(f"the adapters that this run started with, SHA-256 {wanted}, were not found; restore "
-                          f"them, or set {config.start_setting} to the folder where they are now, by a flag")
+    raise CheckpointError(f"the adapters that this run started with, SHA-256 {wanted}, were not found; "
+                          f"restore them, or set {config.start_setting} to their folder, by a flag")
 
 
 def adapters_sha256(folder: Path) -> str:
@@ -299,6 +303,13 @@ def adapters_sha256(folder: Path) -> str:
 def identity_of_teacher(folder: Path) -> str:
     content = read_json(folder / "config.json")
     return json_sha256([weights_sha256(folder), content])
+
+
+def identity_of_start(folder: Path) -> dict[str, str]:
+    """Return the identity of a checkpoint by its manifest, or of a model by its weights."""
+    if (folder / MANIFEST).exists():
+        return {"manifest": store.read_manifest(folder)["sha256"]}
+    return {"weights": weights_sha256(folder)}
 
 
 def find_same(folder: Path, recorded: Optional[str], identify: Callable[[Path], str]) -> Path:
@@ -357,7 +368,7 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
 
 
 def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
-    """Return the plan with the control tokens that are never generated, and the token rows that LoRA trains."""
+    """Return the plan with the control tokens that are never generated, and the rows that LoRA trains."""
     config, start = plan.config, plan.start
     generation: dict[str, Any] = {}
     if source := start.base if config.lora_enabled else start.folder:
@@ -373,8 +384,8 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
 
 
 def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
-    """Return the control tokens that no training has seen: of new weights, or of the start's generation config,
-    those that the data lacks."""
+    """Return the control tokens that no training has seen: those of new weights, or the candidates of the
+    start's generation config, that the data lacks."""
     tokenizer = inputs.tokenizer
     unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
     unseen = unseen if candidates is None else candidates

@@ -134,8 +134,9 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
 # ----------------------------------------------------------------------------------- settings files
 
 
-def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict]) -> None:
-    """Write the settings that apply from step `first` on, also into config.json.
+def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict],
+                  plan: Mapping[str, Any]) -> None:
+    """Write the settings that apply from step `first` on, and what else the plan decided; also config.json.
 
     `sources`, the table of a mixture, goes into data.json; it is empty for other data.
     """
@@ -146,7 +147,7 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
         for begins, path in earlier:
             if begins > first:  # the run repeats its steps
                 path.unlink()
-        contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": settings, newest: settings}
+        contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": {**settings, **plan}, newest: settings}
         if sources:
             contents[run_dir / DATA] = {"sources": sources}
         else:  # earlier steps may have read a mixture

@@ -18,6 +18,7 @@ import torch
 import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
+from checkpoint.store import CHECKPOINT_NAME
 from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
@@ -178,6 +179,15 @@ class Run:
         """True if a stop signal arrived, or, on rank 0, if the run's folder was renamed or deleted."""
         return self.context.signals.received is not None or self.run_folder.is_lost
 
+    def needed_places(self) -> Iterator[Path]:
+        """Yield the checkpoints that this run needs to continue: base, reference and teacher."""
+        config, identities = self.config, self.plan.identities
+        if self.progress.base and (config.lora_enabled or config.training_stage in ("dpo", "grpo")):
+            yield Path(self.progress.base)
+        for name in ("teacher", "reference_adapters"):
+            if name in identities:
+                yield Path(identities[name]["folder"])
+
     @property
     def finished(self) -> bool:
         patience = self.config.early_stopping_patience
@@ -251,6 +261,13 @@ def start_writing(run: Run) -> None:
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
             shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
+        for place in run.needed_places():
+            if CHECKPOINT_NAME.fullmatch(place.name) and not is_inside(place, run.folder):
+                try:
+                    store.note_need(place, run.folder)
+                except OSError as error:
+                    run.log.warn(f"{place} is needed by this run, but that cannot be noted there "
+                                 f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
 
     step, pending = run.progress.step, run.progress.pending_metrics
@@ -288,8 +305,8 @@ def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
     config, first = run.config, run.progress.step + 1
     if not is_folder_lost(run):
-        run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, config.public(),
-                                                            run.inputs.sources(config)))
+        run.ranks.on_rank0(lambda: run_folder.write_segment(
+            run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

@@ -148,6 +148,7 @@ class Ending(NamedTuple):
     exits: list[RankExit]  # of the failed and the preempted ranks
     stopped: bool = False  # by a signal to the launcher
     run_folder: Optional[Path] = None  # once the ranks write into it
+    settings: Optional[dict] = None  # of files, with which rank 0 started
     where: str = ""  # words that name the ranks' logs
 
     @property
@@ -180,13 +181,15 @@ class Logs(NamedTuple):
 
     def end(self, exits: list[RankExit], stopped: bool) -> Ending:
         """Return how the start with these logs ended."""
-        run_folder = None
+        run_folder, settings = None, None
         with suppress(OSError):
             run_folder = Path((self.of_rank(0) / process.RUN_FOLDER).read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError):
+            settings = json.loads((self.of_rank(0) / process.SETTINGS).read_text(encoding="utf-8"))
         was = "was in" if self.were_deleted else "is in"
         deleted = ", which was deleted" * self.were_deleted
         where = f". Each rank's output {was} {self.folder}{deleted}" if self.lock else ""
-        return Ending(exits, stopped, run_folder, where)
+        return Ending(exits, stopped, run_folder, settings, where)
 
 
 def open_logs(config: Config, node_rank: int) -> Logs:
@@ -341,17 +344,19 @@ class Job:
     def run(self) -> tuple[Ending, str]:
         """Run the job; return the ending to report, and words about restarts."""
         config, flags, folder, cause, words = self.config, self.flags, None, "", ""
+        settings: dict = {}  # of the first start; its files may be edited for another run meanwhile
         resumes = config.run_name and config.resume != "never"
         newest = newest_checkpoint(Path(config.output_dir, config.run_name) if resumes else None)
         idle: list[Ending] = []  # the last starts, if they saved no checkpoint
         number = 0
         while True:
-            os.environ[process.RESTART] = json.dumps({"restart": number, "cause": cause})
+            os.environ[process.RESTART] = json.dumps(
+                {"restart": number, "cause": cause, "settings": settings})
             ending = self.start(number, flags)
             record_cause(ending)
             if ending.cause is None or not self.args.max_restarts:
                 return ending, words
-            folder = ending.run_folder or folder
+            folder, settings = ending.run_folder or folder, settings or ending.settings or {}
             may_recover = ending.cause.code in RESTARTED and not ending.stopped
             again = may_recover and number < self.args.max_restarts
             state = self.agree(number, {"again": again, "cause": ending.cause,

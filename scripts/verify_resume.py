@@ -57,7 +57,8 @@ def find_first_step(config: Config, load: Callable[[list[str]], Plan]) -> tuple[
         # A bare name is a step of the user's run, so make it a path.
         folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-"))
         changes[setting] = str(folder.resolve())
-    changed = load(["--run-name=verify-resume", *(f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items())])
+    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items()]
+    changed = load(["--run-name=verify-resume", *flags])
     if not changed.start.is_own and config.start_step is not None:
         return changes, config.start_step
     return changes, changed.start.step

@@ -63,8 +63,13 @@ def read_segments(run_dir: Path, first: int, last: int) -> list[Segment]:
               if entry["event"] == "start"}
     files = segment_files(run_dir) or [(1, run_dir / "config.json")]
     ends = [begins - 1 for begins, _ in files[1:]] + [last]
-    return [Segment(max(first, begins), min(last, end), read_json(path), starts.get(begins - 1, {}))
+    return [Segment(max(first, begins), min(last, end), recorded_settings(path), starts.get(begins - 1, {}))
             for (begins, path), end in zip(files, ends) if max(first, begins) <= min(last, end)]
+
+
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a file of configs/, which has more of the plan beside them."""
+    return {name: value for name, value in read_json(path).items() if name.isupper()}
 
 
 def differences(segment: Segment) -> Iterator[str]:
@@ -85,7 +90,8 @@ def take_steps(segment: Segment, folder: Path, resume: str, changes: Mapping[str
     place = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": segment.last, "RESUME": resume}
     # As flags, because a run's record overrides files.
     flags = [f"--{name.lower().replace('_', '-')}={'none' if value is None else value}"
-             for name, value in (segment.settings | place | changes).items() if name.lower() in Config.model_fields]
+             for name, value in (segment.settings | place | changes).items()
+             if name.lower() in Config.model_fields]
     script = [ROOT / "train.py"]
     if ranks > 1:
         script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]

@@ -24,6 +24,7 @@ import train
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
 from common.errors import CheckpointError, NonFiniteError, SettingsError
+from common.files import read_json
 from common.text import counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
@@ -33,7 +34,7 @@ from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.layers import Layer, read_config_file
+from plan.layers import Layer
 from plan.make import Plan
 from plan.messages import notes_on_start
 from plan.names import validate
@@ -191,17 +192,18 @@ def read_settings(run_dir: Path, flags: Layer, step: int, for_replay: bool = Tru
     if not file.is_file():
         raise SettingsError(f"{run_dir} is not a run's folder, or the run has not taken a step: it has no "
                             "config.json; name a run's folder, such as runs/first")
-    saved = read_config_file(file)
-    merged = {**saved.values, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
+    saved = {name.lower(): (value, str(file)) for name, value in read_json(file).items()
+             if name.isupper() and name.lower() in Config.model_fields}
+    merged = {**saved, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
               "cpu_offload": (False, "replay")}
     config, invalid = validate(merged)
-    problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
+    problems = [*flags.problems, *invalid.values()] or [*rules(config)]
     if problems:
         raise SettingsError(*problems)
     if config.training_stage == "grpo" and for_replay:
         raise SettingsError(f"{run_dir}: steps of TRAINING_STAGE=grpo cannot be replayed, because the model "
                             "answered before it learned; rollouts.jsonl has the answers of logged steps")
-    return config, int(saved.values.get("world_size", (1, ""))[0])
+    return config, int(saved.get("world_size", (1, ""))[0])
 
 
 def read_step_log(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[str, Any]]:
@@ -220,7 +222,8 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     device = prepare_device(config)
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
-    opened = open_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), True, log.warn)
+    unmeasured = config.model_copy(update={"validate_every": 0, "hellaswag_every": 0})
+    opened = open_inputs(unmeasured, True, log.warn)
     start = start_before(run_dir, config, step, log.warn)
     plan = Plan(config, dict.fromkeys(Config.model_fields, str(run_dir)), start)
     plan = with_tokens(with_identities(plan, opened.inputs, run_dir), opened.inputs)

@@ -108,7 +108,8 @@ def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dic
     """Yield the first step, number of ranks and changed settings of each start of a run."""
     before: dict[str, Any] = {}
     for first, path in schema.segment_files(folder):
-        settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
+        fields = read_fields(path, RunSettings, Counter() if aside is None else aside)
+        settings = {name: value for name, value in fields.items() if name.isupper()}  # and not the plan
         changes = [{"name": name, "before": format_value(before[name]), "after": format_value(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
