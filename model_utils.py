@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import huggingface
-from checkpoint.model_json import read_model_config, read_model_json
+from checkpoint import huggingface, model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor
@@ -273,10 +272,10 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
             for name, tensor in tensors.items()}
 
 
-def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
+def check_model(folder: Path, config: Config, sources: Mapping[str, str] = {}) -> list[str]:
     """Compare the settings, which come from `sources`, with the model in a folder; return warnings."""
     refuse_adapters(folder)
-    saved = read_model_config(folder)
+    saved = model_json.read_model_config(folder)
 
     def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the saved values of settings that differ, and a description."""
@@ -298,7 +297,21 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
     names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
     names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
     saved_values, description = compare(names)
-    return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
+    warnings = model_json.unused_fields(folder)
+    if saved_values:
+        warnings.append(f"the model in {folder} was trained with other settings: {description}")
+    if (context := context_of(folder, config)) < config.max_seq_len:
+        warnings.append(f"MAX_SEQ_LEN={config.max_seq_len} is longer than the {context:,} positions of the "
+                        f"model in {folder} (max_position_embeddings): it has not learned those beyond. "
+                        "Lower MAX_SEQ_LEN, or set ROPE_SCALING_FACTOR or a larger ROPE_THETA")
+    return warnings
+
+
+def context_of(folder: Path, config: ModelConfig) -> int:
+    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
+    content = model_json.read_model_json(folder / "config.json")
+    before = model_json.model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
+    return int(model_json.context_length(content) * (config.rope_scaling_factor or 1) / before)
 
 
 def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> list[str]:
@@ -308,7 +321,7 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     """
     rows, ids = huggingface.vocabulary_rows(huggingface.load_model_weights(folder)), tokenizer.vocab_size
     advice = "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added, and prepare the data"
-    if (described := read_model_json(folder / "config.json").get("vocab_size")) != rows:
+    if (described := model_json.read_model_json(folder / "config.json").get("vocab_size")) != rows:
         raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
                               f"{described} in its config.json; correct it")
     if rows >= ids:
