@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import huggingface, model_json
+from checkpoint import huggingface, model_json, store
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor
@@ -247,8 +247,24 @@ def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
 
+class Source(NamedTuple):
+    """What a model that is trained further keeps of the folder that its weights are from."""
+
+    context: int  # tokens that it reads
+    dtype: Optional[str]  # of the first model's weights, for exports; None if they are a run's own
+    unused_rows: dict[str, Tensor]  # without a token, of the matrices that are trained beside adapters
+
+
 def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
-    """Load a folder's weights into the model."""
+    """Load a folder's weights into the model, which remembers their source."""
+    stored, state = huggingface.load_model_weights(folder), store.read_state(folder)
+    dtype = str(stored["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    whole = [name for name in huggingface.VOCABULARY if getattr(model.config, "lora_enabled", False)
+             and name in dict(model.named_parameters()) and model.get_parameter(name).requires_grad]
+    rest = {name: stored[huggingface.huggingface_name(name)] for name in whole}
+    model.source = Source(context_of(folder, model.config), state.get("base_dtype") if state else dtype, {
+        name: tensor.read(model.vocab_size, tensor.rows) for name, tensor in rest.items()
+        if tensor.rows > model.vocab_size})
     for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite).items():
         module = model.get_submodule(name.removesuffix(".weight"))
         getattr(module, "load_base", partial(fsdp.load_rows, module.weight))(tensor.read)

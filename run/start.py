@@ -544,8 +544,9 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
     model = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
     adapter, token_ids = None, {}
     if start.is_own:
-        rows = padded(model.vocab_size)
-        adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(start.folder, config, rows))
+        ids = model.vocab_size
+        adapter = ranks.raise_on_all(
+            lambda: peft.load_adapter_folder(start.folder, config, padded(ids), ids))
         ranks.raise_on_all(lambda: adapter.check_base(start.remembered["base_sha256"], start.base))
         token_ids = adapter.token_ids
     elif config.lora_train_tokens != "none":
