@@ -78,6 +78,9 @@ class LazyTensor:
         return self if rows <= self.rows else self.followed_by(
             rows - self.rows, lambda start, stop: torch.zeros(stop - start, *self.shape[1:]))
 
+    def cast(self, dtype: torch.dtype) -> "LazyTensor":
+        return replace(self, dtype=dtype, read=lambda start, stop: self.read(start, stop).to(dtype))
+
     def followed_by(self, rows: int, read_more: Callable[[int, int], Tensor]) -> "LazyTensor":
         """Return the tensor with more rows at its end."""
         def read(start: int, stop: int) -> Tensor:
