@@ -22,7 +22,7 @@ from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
-from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
+from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig, extension_module
 from model import Transformer, padded
 from model_kernels.matmul import CPU_MULTIPLIES_BF16
 from parallel import fsdp
@@ -313,7 +313,8 @@ def check_model(folder: Path, config: Config, sources: Mapping[str, str] = {}) -
     names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
     names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
     saved_values, description = compare(names)
-    warnings = model_json.unused_fields(folder)
+    other_trainers = extension_module("other_trainers")
+    warnings = other_trainers.unused_fields(folder) if other_trainers else []
     if saved_values:
         warnings.append(f"the model in {folder} was trained with other settings: {description}")
     if (context := context_of(folder, config)) < config.max_seq_len:

@@ -39,12 +39,6 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "partial_rotary_factor": 1.0,
          "quantization_config": None, "per_layer_config": None}
 FIXED_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
-# Fields that change nothing here: the tokenizer and the weights decide, or only other programs read them.
-WITHOUT_EFFECT = {
-    "model_type", "transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype",
-    "bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_hidden_states",
-    "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id",
-    "num_labels", "problem_type"}
 # Settings, and the corresponding fields of config.json and of its rope_parameters.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
@@ -186,21 +180,6 @@ def fixed_fields(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in ("qwen2", "mistral"):  # which do not read it
         fixed["attention_bias"] = False
     return fixed | ({"pretraining_tp": 1, "sliding_window": None} if kind == "llama" else {})
-
-
-def unused_fields(folder: Path) -> list[str]:
-    """Return a message if a model's config.json has fields that are not used, and so are not saved."""
-    config = read_model_json(folder / "config.json")
-    kind, rope = config["model_type"], rope_parameters_of(config)
-    fixed = fixed_fields(kind, rope)
-    used = {*REQUIRED, *defaults_of(config), *fixed, *WITHOUT_EFFECT}
-    plain = {"architectures": [FAMILIES[kind]], "attention_dropout": 0, "attention_bias": kind == "qwen2"}
-    unused = [f"{name}={value!r:.80}" for name, value in config.items()
-              if name not in used and value not in (None, plain.get(name))]
-    used = {"rope_type", "rope_theta", *SCALING_FIELDS.get(rope["rope_type"], {}).values(), *fixed}
-    unused += [f"{name}={value!r:.80} for RoPE" for name, value in rope.items() if name not in used]
-    return [f"{folder / 'config.json'} has {', '.join(unused)}, which Paddock neither uses nor "
-            "saves"] if unused else []
 
 
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:

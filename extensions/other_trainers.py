@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from checkpoint import model_json
 from common.text import command, counted, without_passwords
 from config import Config
 from plan.names import (
@@ -43,7 +44,7 @@ PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a shar
            if name in ("save_every", "validate_every", "log_every")}
 # What a name implies in its trainer: "set" unless it is given here, "fixed" even if given there, or printed.
 DEFAULTS = [entry | {"names": entry["names"].split()} for entry in _TABLES["defaults"]]
-NAMED = "named "  # marks another trainer's name in a layer until `compute`
+WITH_DEFAULTS = {name.partition("=")[0] for entry in DEFAULTS for name in entry["names"]} | {*SHARES}
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
@@ -66,6 +67,11 @@ OTHER_FORMATS = {
     r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
         "(nanochat?); convert it to transformers' format with that trainer's tools"}
 VALUE_ALIASES |= _TABLES["values"]
+# Fields of config.json that change nothing here: others decide, or only other programs read them.
+WITHOUT_EFFECT = set(
+    "model_type transformers_version _name_or_path use_cache dtype torch_dtype bos_token_id eos_token_id "
+    "pad_token_id return_dict output_hidden_states output_attentions chunk_size_feed_forward "
+    "is_encoder_decoder id2label label2id num_labels problem_type".split())
 
 
 def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
@@ -124,8 +130,8 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         return known_form(alias) is not None
     value = str(value).lower() if isinstance(value, bool) else value
     settings, shown, form = translate(alias, value), shortened(alias), known_form(alias)
-    if form:
-        layer.values[NAMED + form] = ((form, str(value).lower()), where)
+    if form in WITH_DEFAULTS:
+        layer.named[form] = (str(value).lower(), where)
     if form in SHARES and isinstance(settings, dict):  # 0 steps, or the share 0, means the other there
         layer.notes["warmup_steps"] = f"{shown} is our WARMUP_STEPS: {shortened(str(value))}"
         return True
@@ -158,9 +164,7 @@ def take_names(layers: Sequence) -> dict[str, tuple]:
     """
     named = {}
     for layer in layers:
-        for name in [name for name in layer.values if name.startswith(NAMED)]:
-            (form, value), where = layer.values.pop(name)
-            named[form] = (layer, value, where)
+        named |= {form: (layer, *pair) for form, pair in layer.named.items()}
         if str(layer.values.get("max_steps", ("",))[0]) == "-1":
             del layer.values["max_steps"]
             layer.notes["max_steps=-1"] = "max_steps=-1 sets nothing: EPOCHS decides, or the default"
@@ -245,6 +249,22 @@ def imply_defaults(layers: Sequence, named: Mapping[str, tuple]) -> None:
             listed = ", ".join(f"{name.upper()}={default}" for name, default in pairs) or entry[kind]
             layer.notes[f"{form} {entry[kind]}"] = (
                 f"{form} is a name of {entry['trainer']}, with other defaults: {listed}. Set what you need")
+
+
+def unused_fields(folder: Path) -> list[str]:
+    """Return a message if a model's config.json has fields that are not used, and so are not saved."""
+    config = model_json.read_model_json(folder / "config.json")
+    kind, rope = config["model_type"], model_json.rope_parameters_of(config)
+    fixed = model_json.fixed_fields(kind, rope)
+    used = {*model_json.REQUIRED, *model_json.defaults_of(config), *fixed, *WITHOUT_EFFECT}
+    plain = {"architectures": [model_json.FAMILIES[kind]], "attention_dropout": 0,
+             "attention_bias": kind == "qwen2"}
+    unused = [f"{name}={value!r:.80}" for name, value in config.items()
+              if name not in used and value not in (None, plain.get(name))]
+    used = {"rope_type", "rope_theta", *model_json.SCALING_FIELDS.get(rope["rope_type"], {}).values(), *fixed}
+    unused += [f"{name}={value!r:.80} for RoPE" for name, value in rope.items() if name not in used]
+    return [f"{folder / 'config.json'} has {', '.join(unused)}, which Paddock neither uses nor "
+            "saves"] if unused else []
 
 
 def advice_on_folder(folder: Path) -> str:

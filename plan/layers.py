@@ -71,6 +71,7 @@ class Layer:
     exports: dict[str, str] = field(default_factory=dict)  # the libraries' variables in `.env`
     notes: dict[str, str] = field(default_factory=dict)  # on names of other trainers, by setting or name
     implied: set[str] = field(default_factory=set)  # settings that go with such a name
+    named: dict[str, tuple[str, str]] = field(default_factory=dict)  # such names that imply defaults
     is_env: bool = False  # `.env`, or a preset that it names
     # Of the command line only:
     env_file: Optional[str] = None

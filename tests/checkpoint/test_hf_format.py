@@ -19,6 +19,7 @@ from common.errors import CheckpointError, DataError
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
+from extensions.other_trainers import unused_fields
 from model import RMSNorm, Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -253,7 +254,7 @@ def test_every_field_that_transformers_reads_is_used_refused_or_told(kind, tmp_p
             outcomes[field] = "refused"
             continue
         written = model_json.huggingface_config(ModelConfig(**read), VOCAB, model_json.context_length(content), 1, 2, torch.float32)
-        if told := model_json.unused_fields(tmp_path):
+        if told := unused_fields(tmp_path):
             assert f"{name}={value!r:.80}" in told[0] and len(told) == 1 and written.get(name) != value, (field, told)
             outcomes[field] = "told"
         elif read != settings or model_json.context_length(content) != context:
