@@ -64,6 +64,7 @@ def parse_args() -> argparse.Namespace:
 def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[str, Any]:
     """Return the files of a model's weights in the dtype of the export; none if they have it already."""
     from checkpoint.huggingface import load_model_weights, weight_files
+    from checkpoint.store import read_state
     from extensions.inference.weights import export_dtype
     from model_utils import DTYPES
 
@@ -71,6 +72,8 @@ def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[s
         if asked:
             raise errors.SettingsError("--dtype is for whole models, and these are adapters; remove it, or "
                                        "use --to merged")
+        return {}
+    if not asked and not read_state(folder).get("base_dtype"):
         return {}
     tensors, dtype = load_model_weights(folder), DTYPES.get(asked) or export_dtype(folder)
     if all(tensor.dtype == dtype for tensor in tensors.values()):

@@ -22,6 +22,7 @@ from common.text import command, print_safely
 from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
+from extensions.other_trainers import unused_fields
 from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.matmul import linear, pack
@@ -183,6 +184,8 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
         raise CheckpointError(f"{adapters} has no adapters to merge; copy the whole model with {copy}")
     base_folder, cpu = base_of_adapters(adapters, base), torch.device("cpu")
     dtype = dtype or export_dtype(base_folder)
+    for message in unused_fields(base_folder):
+        print_safely(message, sys.stderr)
     model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
