@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -234,6 +234,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
+        self.source: Any = None  # model_utils.Source, if the weights were loaded
         self.tok_embeddings = VocabularyMatrix(padded(vocab_size), config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)

@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import huggingface
-from checkpoint.model_json import read_model_json, refuse_adapters
+from checkpoint import huggingface, store
+from checkpoint.model_json import refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
@@ -29,6 +29,7 @@ from parallel.fsdp import DeviceMesh
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from plan.identity import is_beyond
+from plan.model_rules import context_of
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
@@ -263,8 +264,24 @@ def read_parameters(folder: Path, config: ModelConfig, vocab_size: int, finite: 
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
 
+class Source(NamedTuple):
+    """What a model that is trained further keeps of the folder that its weights are from."""
+
+    context: int  # tokens that it reads
+    dtype: Optional[str]  # of the first model's weights, for exports; None if they are a run's own
+    unused_rows: dict[str, Tensor]  # without a token, of the matrices that are trained beside adapters
+
+
 def load_weights(folder: Path, model: Transformer, finite: bool = True, layers: Optional[int] = None) -> None:
-    """Load a folder's weights into the model; with `layers`, those of its first layers."""
+    """Load a folder's weights, perhaps of the first layers, into the model, which remembers their source."""
+    stored, state = huggingface.load_model_weights(folder), store.read_state(folder)
+    dtype = str(stored["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    whole = [name for name in huggingface.VOCABULARY if getattr(model.config, "lora_enabled", False)
+             and name in dict(model.named_parameters()) and model.get_parameter(name).requires_grad]
+    rest = {name: stored[huggingface.huggingface_name(name)] for name in whole}
+    model.source = Source(context_of(folder, model.config), state.get("base_dtype") if state else dtype, {
+        name: tensor.read(model.vocab_size, tensor.rows) for name, tensor in rest.items()
+        if tensor.rows > model.vocab_size})
     for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite, layers).items():
         module = model.get_submodule(name.removesuffix(".weight"))
         getattr(module, "load_base", partial(fsdp.load_rows, module.weight))(tensor.read)

@@ -5,7 +5,7 @@ neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
                   max_seq_len: int) -> None:
     """Write the other files of a model folder: configurations, the tokenizer and an index of the weights."""
     # Not by huggingface_hub, which is optional, and writes a file in one call, without ticks.
-    tensors = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
+    embedding = next(iter(files.values())).tensors["model.embed_tokens.weight"]
     # Keep what the model's own file says, and add the ends of texts and turns.
     named = tokenizer.generation.get("eos_token_id", ())
     ends = [*dict.fromkeys((*named, tokenizer.eos_id, tokenizer.eot_id))]
@@ -233,17 +233,20 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
     ids |= {**tokenizer.generation, "eos_token_id": ends}  # in the same order when a run resumes
     eos = ends if {*named} - {tokenizer.eos_id, tokenizer.eot_id} else tokenizer.eos_id
     config = model_json.huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
-                                           eos, tensors["model.embed_tokens.weight"].dtype)
+                                           eos, embedding.dtype)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {
         key: value for key, value in ids.items() if value not in (None, [])})
-    # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
-    shapes = parameter_shapes(model_config, tokenizer.vocab_size)
-    weight_map = {name: file_name for file_name, file in files.items() for name in file.tensors}
-    write_json(folder / INDEX_FILE, {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: weight_map[name] for name in map(huggingface_name, shapes)}})
+    save_index(folder, files, map(huggingface_name, parameter_shapes(model_config, tokenizer.vocab_size)))
     tokenizer.save_huggingface(folder)
+
+
+def save_index(folder: Path, files: Mapping[str, TensorFile], names: Iterable[str]) -> None:
+    """Write the index even of a single file: without it, vLLM also loads the optimizer's file as weights."""
+    places = {name: (file_name, tensor.nbytes) for file_name, file in files.items()
+              for name, tensor in file.tensors.items()}
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(size for _, size in places.values())},
+                                     "weight_map": {name: places[name][0] for name in names}})
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -22,10 +22,27 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*"]}
-DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 # The families that are read and written, by their model_type and their class in transformers.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+# Fields of config.json that are read, with transformers' defaults for those that may be missing. A family
+# reads others too, or has other defaults.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+DEFAULTS = {"num_key_value_heads": 32, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            "tie_word_embeddings": False, "max_position_embeddings": 32_768, "rope_theta": 10_000.0,
+            "original_max_position_embeddings": None, "rope_parameters": None, "rope_scaling": None,
+            "vocab_size": None, "sliding_window": 4096}
+WINDOWS = {"use_sliding_window": False, "max_window_layers": None, "layer_types": None}
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048, "sliding_window": None},
+    "qwen2": WINDOWS, "qwen3": {**WINDOWS, "head_dim": 128},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    "smollm3": {**WINDOWS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0,
+                "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}}
+# Fields that must have these values or none, since others change what the model computes.
+FIXED = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "partial_rotary_factor": 1.0,
+         "quantization_config": None, "per_layer_config": None}
+FIXED_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
 # Settings, and the corresponding fields of config.json and of its rope_parameters.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
@@ -97,7 +114,8 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Version 4 reads the top level and `rope_scaling`; in version 5 `rope_scaling` replaces `rope_parameters`.
     """
-    places = {"": {"rope_theta": config.get("rope_theta")}}
+    top = ("rope_theta", LENGTH["rope_original_max_len"], "partial_rotary_factor")
+    places = {"": {name: config.get(name) for name in top}}
     for name in ("rope_parameters", "rope_scaling"):
         place = {} if config.get(name) is None else config[name]
         if not isinstance(place, Mapping):
@@ -106,8 +124,7 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
         places[f"{name}."] = {"rope_type": place.get("type"), **place, "type": None}
     given = {name: {key: value for key, value in place.items() if value is not None}
              for name, place in places.items()}
-    theta = 2_000_000.0 if config.get("model_type") == "smollm3" else 10_000.0
-    rope = {"rope_theta": theta, "rope_type": "default", **given[""],
+    rope = {"rope_theta": defaults_of(config)["rope_theta"], "rope_type": "default", **given[""],
             **(given["rope_scaling."] or given["rope_parameters."])}
     for name, place in given.items():
         for key, value in place.items():
@@ -127,8 +144,14 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
     return count
 
 
+def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are read for this family, with their defaults."""
+    return DEFAULTS | FAMILY_DEFAULTS.get(str(config.get("model_type")), {})
+
+
 def context_length(config: Mapping[str, Any]) -> int:
-    return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
+    default = defaults_of(config)["max_position_embeddings"]
+    return count_in(config, "max_position_embeddings") or default
 
 
 def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[str, Optional[int]]:
@@ -143,10 +166,10 @@ def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[st
 
     settings: dict[str, Optional[int]] = {}
     if kind == "smollm3":
-        every = count_in({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
-        listed = config.get("no_rope_layers") is not None
+        every = count_in(config, "no_rope_layer_interval")
+        listed = config["no_rope_layers"] is not None
         settings["no_rope_every"] = every_nth("no_rope_layers", 0, 1) if listed else every
-    window = count_in({"sliding_window": 4096, **config}, "sliding_window")
+    window = count_in(config, "sliding_window")
     if kind == "mistral":
         settings["sliding_window"] = window
     elif kind != "llama" and window and config.get("use_sliding_window"):
@@ -155,24 +178,29 @@ def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[st
     return settings
 
 
+def fixed_fields(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of this family that must have one value, or none."""
+    fixed = FIXED | (FIXED_YARN if rope["rope_type"] == "yarn" else {})
+    if kind not in ("qwen2", "mistral"):  # which do not read it
+        fixed["attention_bias"] = False
+    return fixed | ({"pretraining_tp": 1, "sliding_window": None} if kind == "llama" else {})
+
+
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ModelConfig that a config.json gives."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(f"config.json describes a {kind!r} model; the supported types are "
                               f"{', '.join(FAMILIES)}")
-    missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-               if config.get(key) is None]
-    if missing:
+    if missing := [key for key in REQUIRED if config.get(key) is None]:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
     rope = rope_parameters_of(config)
-    given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": kind == "smollm3",
-             **config}
-    if given.get("num_key_value_heads") is None:
-        given["num_key_value_heads"] = config["num_attention_heads"]
-    settings = {name: given[field] for name, field in CONFIG_FIELDS.items()}
+    config = {**defaults_of(config), **config}
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    settings = {name: config[field] for name, field in CONFIG_FIELDS.items()}
     settings |= {"model_type": kind, "rope_theta": rope["rope_theta"], "rope_scaling_factor": None,
-                 "head_width": count_in({"head_dim": 128 if kind == "qwen3" else None, **config}, "head_dim")}
+                 "head_width": count_in(config, "head_dim")}
     scaling = SCALING_FIELDS.get(rope["rope_type"], {})
     if rope["rope_type"] == "yarn":  # with transformers' defaults
         rope = {"beta_slow": 1.0, "beta_fast": 32.0, LENGTH["rope_original_max_len"]: context_length(config),
@@ -190,17 +218,13 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     settings |= layer_settings(config, kind, model.n_layers)
 
     # Check features that our model does not vary.
-    fixed = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None,
-             "partial_rotary_factor": 1.0}
-    if rope["rope_type"] == "yarn":
-        fixed |= {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
-    config = {**rope, **config}
-    if kind not in ("qwen2", "mistral"):  # which do not read it
-        fixed["attention_bias"] = False
-    if kind == "llama":
-        fixed |= {"pretraining_tp": 1, "sliding_window": None}
-    unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
-              if config.get(key) not in (value, None)]
+    given = {**rope, **config}
+    unlike = [f"{key}={given[key]!r}" for key, value in fixed_fields(kind, rope).items()
+              if given.get(key) not in (value, None)]
+    unlike += [f"{key}={value!r:.40} for RoPE" for key, value in rope.items() if isinstance(value, Mapping)]
+    if "sliding_every" not in settings and config.get("layer_types") not in (
+            None, ["full_attention"] * model.n_layers):
+        unlike.append(f"layer_types={config['layer_types']!r:.80} without use_sliding_window")
     if rope["rope_type"] not in ("default", *SCALING_FIELDS):
         unlike.append(f"rope_type={rope['rope_type']!r}")
     if model.n_heads % model.n_kv_heads or model.head_dim % 2 or (

@@ -12,7 +12,7 @@ from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
 from checkpoint.model_json import ADAPTERS as CONFIG_FILE
 from checkpoint.model_json import other_format, read_model_json, write_json
-from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
+from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
@@ -45,6 +45,7 @@ class Adapter(NamedTuple):
     base_path: Optional[str]  # a folder or hub name
     base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
     token_ids: TokenIds  # ids of trained rows
+    unused_rows: Mapping[str, Tensor] = {}  # of the base's matrices that are trained, without a token
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
         """Raise CheckpointError unless the adapters were trained on these weights."""
@@ -61,19 +62,21 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{huggingface.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
 
 
-def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
-            vocab_size: int) -> dict[str, LazyTensor]:
+def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_size: int,
+            unused_rows: Mapping[str, Tensor] = {}) -> dict[str, LazyTensor]:
     """Return trained parameters under PEFT's names; a tied matrix appears as embedding and as head."""
     tensors = {peft_name(name): huggingface.to_huggingface_layout(name, tensor, model_config, vocab_size)
                for name, tensor in state_dict.items()}
+    for name, rows in unused_rows.items():
+        tensors[peft_name(name)] = tensors[peft_name(name)].followed_by(len(rows), lazy(rows).read)
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
         tensors[peft_name("output.weight")] = tied
     return tensors
 
 
 def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
-              token_ids: TokenIds) -> dict[str, Tensor]:
-    """Return PEFT's tensors under internal names, inverting `to_peft`."""
+              token_ids: TokenIds, vocab_size: Optional[int] = None) -> dict[str, Tensor]:
+    """Return PEFT's tensors under internal names, inverting `to_peft`, and only `vocab_size` rows of them."""
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
@@ -90,6 +93,8 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
             tensor = checked(peft_name(name), tensor)
+            if name in huggingface.VOCABULARY and vocab_size is not None:
+                tensor = tensor.first_rows(vocab_size)
             state[name] = huggingface.to_internal_layout(name, tensor, shape, model_config, mismatch).full()
     if remaining:
         raise CheckpointError(f"the adapters contain {min(remaining)}, which this model does not have "
@@ -174,7 +179,7 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 def adapter_files(adapter: Adapter, model_config: ModelConfig, vocab_size: int) -> dict[str, TensorFile]:
     """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
-    tensors = to_peft(adapter.state, model_config, vocab_size)
+    tensors = to_peft(adapter.state, model_config, vocab_size, adapter.unused_rows)
     return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 
 
@@ -188,7 +193,8 @@ def save_settings(folder: Path, adapter: Adapter, model_config: ModelConfig, tok
     tokenizer.save_huggingface(folder)
 
 
-def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
+def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int,
+                        vocab_size: Optional[int] = None) -> Adapter:
     """Return the adapters in a Paddock or PEFT folder, which must fit the model."""
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} contains no adapters ({CONFIG_FILE} is missing); use another folder")
@@ -205,7 +211,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
     tensors = open_tensors(folder / WEIGHTS_FILE)
     check_targets(content, tensors, model_config, token_ids)
-    state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
+    state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids, vocab_size)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} contains no adapters; use another folder")
     stems = {re.sub(r"\d+", str(layer), name[:-1], count=1) for name in state if ".lora_" in name

@@ -118,6 +118,7 @@ class State(Known):
     settings: Settings
     scaler: Optional[Scaler] = None
     val_loss: Optional[float] = None
+    base_dtype: Optional[str] = None  # of the weights that training began with, unless it is float32
     extensions: dict[str, dict[str, Any]] = {}
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
 from checkpoint.store import OPTIMIZER, has_file
@@ -72,19 +72,24 @@ class LazyTensor:
             sums = (self.read(*span).float().numpy().sum(axis=0, dtype="float64") for span in self.spans())
             return (torch.from_numpy(sum(sums)) / self.rows).to(self.dtype)
 
-        def read(start: int, stop: int) -> Tensor:
-            stored = self.read(min(start, self.rows), min(stop, self.rows))
-            return torch.cat([stored, mean().expand(stop - start - len(stored), -1)])
-
-        return LazyTensor((rows, *self.shape[1:]), self.dtype, read)
+        return self.followed_by(rows - self.rows, lambda start, stop: mean().expand(stop - start, -1))
 
     def padded(self, rows: int) -> "LazyTensor":
         """Return the tensor padded with zeros to at least `rows` rows."""
+        return self if rows <= self.rows else self.followed_by(
+            rows - self.rows, lambda start, stop: torch.zeros(stop - start, *self.shape[1:]))
+
+    def cast(self, dtype: torch.dtype) -> "LazyTensor":
+        return replace(self, dtype=dtype, read=lambda start, stop: self.read(start, stop).to(dtype))
+
+    def followed_by(self, rows: int, read_more: Callable[[int, int], Tensor]) -> "LazyTensor":
+        """Return the tensor with more rows at its end."""
         def read(start: int, stop: int) -> Tensor:
             stored = self.read(min(start, self.rows), min(stop, self.rows))
-            return nn.functional.pad(stored, (0, 0) * (stored.ndim - 1) + (0, stop - start - len(stored)))
+            more = read_more(max(start - self.rows, 0), max(stop - self.rows, 0))
+            return torch.cat([stored, more.to(stored)])
 
-        return self if rows <= self.rows else LazyTensor((rows, *self.shape[1:]), self.dtype, read)
+        return replace(self, shape=(self.rows + rows, *self.shape[1:]), read=read)
 
 
 def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:

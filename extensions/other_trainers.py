@@ -3,10 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from checkpoint import model_json
 from common.text import command, counted, without_passwords
 from config import Config
 from plan.names import (
@@ -39,6 +40,11 @@ COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for a
 DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
+PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
+           if name in ("save_every", "validate_every", "log_every")}
+# What a name implies in its trainer: "set" unless it is given here, "fixed" even if given there, or printed.
+DEFAULTS = [entry | {"names": entry["names"].split()} for entry in _TABLES["defaults"]]
+WITH_DEFAULTS = {name.partition("=")[0] for entry in DEFAULTS for name in entry["names"]} | {*SHARES}
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
@@ -61,6 +67,11 @@ OTHER_FORMATS = {
     r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
         "(nanochat?); convert it to transformers' format with that trainer's tools"}
 VALUE_ALIASES |= _TABLES["values"]
+# Fields of config.json that change nothing here: others decide, or only other programs read them.
+WITHOUT_EFFECT = set(
+    "model_type transformers_version _name_or_path use_cache dtype torch_dtype bos_token_id eos_token_id "
+    "pad_token_id return_dict output_hidden_states output_attentions chunk_size_feed_forward "
+    "is_encoder_decoder id2label label2id num_labels problem_type".split())
 
 
 def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
@@ -80,6 +91,8 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         return dict(zip(table, value)) if is_whole else shortened(f"{name}={value}") + f"; {OTHER_WAYS[form]}"
     if form in SHARES and re.match(r"0*[1-9]", text):
         return f"{shortened(f'{name}={value}')} is not a share below 1; for steps, use WARMUP_STEPS"
+    if form in PERIODS and re.fullmatch(r"0?\.\d*[1-9]\d*", text):
+        return {PERIODS[form]: (form, text)}
     star = None if isinstance(value, list) else table.get("*")
     translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if translations and None not in translations:
@@ -116,7 +129,12 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     if value in (None, ""):
         return known_form(alias) is not None
     value = str(value).lower() if isinstance(value, bool) else value
-    settings, shown = translate(alias, value), shortened(alias)
+    settings, shown, form = translate(alias, value), shortened(alias), known_form(alias)
+    if form in WITH_DEFAULTS:
+        layer.named[form] = (str(value).lower(), where)
+    if form in SHARES and isinstance(settings, dict):  # 0 steps, or the share 0, means the other there
+        layer.notes["warmup_steps"] = f"{shown} is our WARMUP_STEPS: {shortened(str(value))}"
+        return True
     if variable := VARIABLES.get(known_form(alias)):
         layer.exports[variable] = str(value)
         layer.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
@@ -139,8 +157,31 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     return settings is not None
 
 
+def take_names(layers: Sequence) -> dict[str, tuple]:
+    """Return other trainers' names with their layer, value and place, and drop what means nothing there.
+
+    transformers' max_steps=-1 leaves the length to the epochs, and its warmup_steps=0 the warm-up to a ratio.
+    """
+    named = {}
+    for layer in layers:
+        named |= {form: (layer, *pair) for form, pair in layer.named.items()}
+        if str(layer.values.get("max_steps", ("",))[0]) == "-1":
+            del layer.values["max_steps"]
+            layer.notes["max_steps=-1"] = "max_steps=-1 sets nothing: EPOCHS decides, or the default"
+    for form in SHARES & named.keys():
+        layer, value, where = named[form]
+        steps, first = layer.values.get("warmup_steps", (0, ""))
+        if re.fullmatch(r"0*\.?0*", str(steps)):
+            layer.values["warmup_steps"] = (value, where)
+        elif re.search("[1-9]", str(value)):
+            layer.problems.append(f"{where}: {form}, our WARMUP_STEPS, is set a second time (first at "
+                                  f"{first}); keep one")
+    return named
+
+
 def compute(layers: Sequence) -> None:
     """Compute the settings that depend on those of all layers: numbers of rows, and the data of a stage."""
+    named = take_names(layers)
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
     waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
@@ -163,6 +204,13 @@ def compute(layers: Sequence) -> None:
             name = "grpo_beta" if config.training_stage == "grpo" else name
             layer.put(name, value, where, f": {alias}, our {name.upper()},")
             layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(value)}"
+        elif alias in PERIODS:
+            layer.notes[name] = f"{alias}={value} is a share of MAX_STEPS={config.max_steps}"
+            if "max_steps" in given and "epochs" not in given:
+                layer.values[name] = (str(math.ceil(float(value) * config.max_steps)), where)
+            else:
+                layer.problems.append(f"{where}: {alias}={value} is a share of the steps, which follow from "
+                                      f"the data; set {name.upper()} to a number of steps, or set MAX_STEPS")
         elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
             reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
             layer.problems.append(
@@ -172,6 +220,51 @@ def compute(layers: Sequence) -> None:
             product = int(value) * math.prod(getattr(config, factor) for factor in units)
             layer.values[name] = (str(product), where)
             layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
+
+
+    imply_defaults(layers, named)
+
+
+def imply_defaults(layers: Sequence, named: Mapping[str, tuple]) -> None:
+    """Set, or print, the defaults of other trainers that go with names of theirs, unless they are given."""
+    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+    config = validate(given)[0]
+    for entry in DEFAULTS:
+        form = next((name for name in map(str, named)
+                     if not {name, f"{name}={named[name][1]}"}.isdisjoint(entry["names"])), None)
+        if form is None:
+            continue
+        layer, value, where = named[form]
+        kind = next(key for key in ("set", "fixed", "differ") if key in entry)
+        pairs = [(pair.partition("=")[0].lower(), pair.partition("=")[2]) for pair in entry[kind].split()]
+        pairs = [(name, default) for name, default in pairs if name in Config.model_fields
+                 and (kind == "fixed" or name not in given)]
+        if kind != "differ":
+            pairs = [(name, default) for name, default in pairs if name != "min_learning_rate" or (
+                config.lr_schedule != "constant" and float(default) < config.learning_rate)]
+            for name, default in pairs:
+                layer.values[name] = given[name] = (default, where)
+                layer.notes[name] = f"{form}, as in {entry['trainer']}, sets {name.upper()}={default} too"
+        elif pairs or "=" not in entry[kind]:
+            listed = ", ".join(f"{name.upper()}={default}" for name, default in pairs) or entry[kind]
+            layer.notes[f"{form} {entry[kind]}"] = (
+                f"{form} is a name of {entry['trainer']}, with other defaults: {listed}. Set what you need")
+
+
+def unused_fields(folder: Path) -> list[str]:
+    """Return a message if a model's config.json has fields that are not used, and so are not saved."""
+    config = model_json.read_model_json(folder / "config.json")
+    kind, rope = config["model_type"], model_json.rope_parameters_of(config)
+    fixed = model_json.fixed_fields(kind, rope)
+    used = {*model_json.REQUIRED, *model_json.defaults_of(config), *fixed, *WITHOUT_EFFECT}
+    plain = {"architectures": [model_json.FAMILIES[kind]], "attention_dropout": 0,
+             "attention_bias": kind == "qwen2"}
+    unused = [f"{name}={value!r:.80}" for name, value in config.items()
+              if name not in used and value not in (None, plain.get(name))]
+    used = {"rope_type", "rope_theta", *model_json.SCALING_FIELDS.get(rope["rope_type"], {}).values(), *fixed}
+    unused += [f"{name}={value!r:.80} for RoPE" for name, value in rope.items() if name not in used]
+    return [f"{folder / 'config.json'} has {', '.join(unused)}, which Paddock neither uses nor "
+            "saves"] if unused else []
 
 
 def advice_on_folder(folder: Path) -> str:

@@ -54,6 +54,7 @@ class Layer:
     exports: dict[str, str] = field(default_factory=dict)  # the libraries' variables in `.env`
     notes: dict[str, str] = field(default_factory=dict)  # on names of other trainers, by setting or name
     implied: set[str] = field(default_factory=set)  # settings that go with such a name
+    named: dict[str, tuple[str, str]] = field(default_factory=dict)  # such names that imply defaults
     is_env: bool = False  # `.env`, or a preset that it names
     for_this_start: bool = False  # flags or the environment, which a run's record does not override
     # Of the command line only:

@@ -4,9 +4,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoint.model_json import read_model_config, read_model_json, refuse_adapters
+from checkpoint.model_json import (
+    context_length,
+    model_settings_from_huggingface,
+    read_model_config,
+    read_model_json,
+    refuse_adapters,
+)
 from common.errors import CheckpointError, SettingsError
-from config import FEED_FORWARD, MODEL_SETTINGS, SCALING_SETTINGS, Config, ModelConfig
+from config import FEED_FORWARD, MODEL_SETTINGS, SCALING_SETTINGS, Config, ModelConfig, extension_module
 from plan.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from plan.starts import ADAPTERS, Start
 
@@ -54,7 +60,7 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], exp
     return ModelOfStart(start, values, notes)
 
 
-def check_model(start: Start, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
+def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -> list[str]:
     """Compare the settings, which come from `sources`, with the model of a start; return warnings."""
     folder = Path(start.base or start.folder)
     saved = read_model_config(folder)
@@ -86,4 +92,19 @@ def check_model(start: Start, config: ModelConfig, sources: Mapping[str, str] = 
     names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
     names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
     saved_values, description = compare(names)
-    return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
+    other_trainers = extension_module("other_trainers")
+    warnings = other_trainers.unused_fields(folder) if other_trainers else []
+    if saved_values:
+        warnings.append(f"the model in {folder} was trained with other settings: {description}")
+    if (context := context_of(folder, config)) < config.max_seq_len:
+        warnings.append(f"MAX_SEQ_LEN={config.max_seq_len} is longer than the {context:,} positions of the "
+                        f"model in {folder} (max_position_embeddings): it has not learned those beyond. "
+                        "Lower MAX_SEQ_LEN, or set ROPE_SCALING_FACTOR or a larger ROPE_THETA")
+    return warnings
+
+
+def context_of(folder: Path, config: ModelConfig) -> int:
+    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
+    content = read_model_json(folder / "config.json")
+    before = model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
+    return int(context_length(content) * (config.rope_scaling_factor or 1) / before)

@@ -29,7 +29,7 @@ from config import Config, extension_module
 from learn import objectives
 from learn.optim import Optimizer
 from learn.reference_cache import OutputStore, with_reference
-from learn.teacher import Teacher, load_teacher
+from learn.teacher import load_teacher
 from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
 from model_kernels.head import choose_head_chunk
@@ -221,7 +221,8 @@ def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: 
     config, start, token_ids = plan.config, plan.start, plan.token_ids
     model, adapter = model_utils.model_on_meta(config, vocab_size, dtype), None
     if start.has_adapters:
-        adapter = peft.load_adapter_folder(Path(start.folder), config, padded(model.vocab_size))
+        ids = model.vocab_size
+        adapter = peft.load_adapter_folder(Path(start.folder), config, padded(ids), ids)
         adapter.check_base(plan.identities["base"]["weights"], start.base)
         token_ids = adapter.token_ids
     lora.add_adapters(model, config, generator, token_ids)
@@ -284,7 +285,7 @@ def base_of(run: Run) -> Base:
 
 @collective
 def choose_objective(config: Config, inputs: Inputs, model: Transformer, base: Base, context: RunContext,
-                     teacher: Optional[Teacher] = None) -> tuple[objectives.Objective, Inputs]:
+                     teacher: Any = None) -> tuple[objectives.Objective, Inputs]:
     """Return the objective, and the inputs with the precomputed outputs that it needs.
 
     Raises Interrupted if a rank received a stop signal.
@@ -334,7 +335,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: B
         adapter = None
         if base.adapters:
             adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(
-                Path(base.adapters["folder"]), config, padded(reference.vocab_size)))
+                Path(base.adapters["folder"]), config, padded(reference.vocab_size), reference.vocab_size))
             lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
         lora.cast_base(reference, dtype)
         model_utils.allocate_model(reference, config, ranks)

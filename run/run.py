@@ -325,6 +325,7 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
         tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
     run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim,
                                        run.log.warn)
+    run.shard.more_rows = run.model.source.unused_rows if run.model.source else {}
     copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
                             for name, (rows, like) in tensors.items()})
     return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
@@ -360,13 +361,16 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, config, run.plan),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
+    source = run.model.source
+    if source and source.dtype not in (None, "float32"):
+        state["base_dtype"] = source.dtype
     if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
         state["extensions"] = states
     texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
     tokenizer, model_config = run.inputs.tokenizer, run.model.config
     if config.lora_enabled:
         adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
-                               lora.trained_token_ids(run.model))
+                               lora.trained_token_ids(run.model), source.unused_rows)
         files = peft.adapter_files(adapter, config, tokenizer.vocab_size)
     else:
         files = huggingface.model_files(weights, model_config, tokenizer.vocab_size)
@@ -377,7 +381,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
         if config.lora_enabled:
             peft.save_settings(folder, adapter, config, tokenizer)
         else:
-            huggingface.save_settings(folder, weight_files, model_config, tokenizer, config.max_seq_len)
+            context = max(config.max_seq_len, source.context if source else 0)
+            huggingface.save_settings(folder, weight_files, model_config, tokenizer, context)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")

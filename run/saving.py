@@ -54,10 +54,13 @@ class RankShard:
         self.tensors: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.kept: dict[str, Tensor] = {}  # memory for copies, allocated once
         self.copied: dict[str, Tensor] = {}
+        self.more_rows: Mapping[str, Tensor] = {}  # that follow these tensors in a file
 
     def span(self, name: str, part: int) -> tuple[int, int]:
         count = self.tensors[name][2]
-        return rows_of_part(count, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
+        rows = count + len(self.more_rows.get(name, ()))
+        span = rows_of_part(rows, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
+        return min(span[0], count), min(span[1], count)
 
     def use(self, tensors: Mapping[str, tuple[Tensor, Tensor, int]]) -> dict[str, LazyTensor]:
         """Return tensors that read what was last copied of them.

@@ -34,7 +34,7 @@ from common.errors import CheckpointError, local_path, requires_package, run_scr
 from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
-from extensions.inference.weights import find_model, load_model
+from extensions.inference.weights import export_dtype, find_model, load_model
 from model_kernels.rotary import precompute_freqs
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
@@ -258,12 +258,13 @@ def main() -> None:
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE",
                         help=".gguf file to write")
-    parser.add_argument("--type", "--dtype", choices=TYPES, default="f16",
-                        help="type of the matrices (default: %(default)s)")
+    parser.add_argument("--type", "--dtype", choices=TYPES,
+                        help="type of the matrices (default: bf16 if training began with bf16, else f16)")
     args = parser.parse_args()
-    output = args.output.expanduser()
-    with status_line(lambda: f"exporting {output.name} ({args.type})"):
-        convert(find_model(args.model), output, args.type)
+    output, folder = args.output.expanduser(), find_model(args.model)
+    kind = args.type or ("bf16" if export_dtype(folder) == torch.bfloat16 else "f16")
+    with status_line(lambda: f"exporting {output.name} ({kind})"):
+        convert(folder, output, kind)
     file, name, described = (shlex.quote(str(each)) for each in
                              (output, output.stem, output.with_suffix(".Modelfile")))
     show(f"{output} is ready. In llama.cpp: llama-cli -m {file}",

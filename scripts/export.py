@@ -5,18 +5,20 @@
     ./paddock export first --to gguf --type q8_0 --output first.gguf
     ./paddock export first --to hub OWNER/NAME --dry-run
 
-hf copies a checkpoint without the files that only resuming needs. Checkpoints and their copies load in
-`transformers` and PEFT without conversion. hub uploads the same files as one commit; a new repository is
-private unless you add --public, which requires a license in the model card. --dry-run only checks and lists
-the files. For the flags of the other
-formats, run `./paddock export --to merged --help` or `./paddock export --to gguf --help`.
+hf copies a checkpoint without the files that only resuming needs. The weights get the dtype of the model that
+training began with, or --dtype. Checkpoints and their copies load in `transformers` and PEFT without
+conversion. hub uploads the same files as one commit; a new repository is private unless you add --public,
+which requires a license in the model card. --dry-run only checks and lists the files. For the flags of the
+other formats, run `./paddock export --to merged --help` or `./paddock export --to gguf --help`.
 """
 
 import argparse
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,6 +48,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=errors.local_path, metavar="FOLDER", help="new folder, for --to hf")
     parser.add_argument("--repo", metavar="OWNER/NAME", help="the same, as a flag")
     parser.add_argument("--public", action="store_true", help="make a new repository public, for --to hub")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"),
+                        help="dtype of the weights (default: that of the model that training began with)")
     parser.add_argument("--dry-run", action="store_true", help="only list what --to hub would upload")
     args = parser.parse_intermixed_args()
     if args.dry_run and args.to != "hub":
@@ -57,18 +61,50 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def copy_model(source: Path, files: list[str], output: Path) -> None:
-    """Copy the model's files into a new folder with a manifest, atomically."""
+def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[str, Any]:
+    """Return the files of a model's weights in the dtype of the export; none if they have it already."""
+    from checkpoint.huggingface import load_model_weights, weight_files
+    from checkpoint.store import read_state
+    from extensions.inference.weights import export_dtype
+    from model_utils import DTYPES
+
+    if ADAPTERS in files:
+        if asked:
+            raise errors.SettingsError("--dtype is for whole models, and these are adapters; remove it, or "
+                                       "use --to merged")
+        return {}
+    if not asked and not read_state(folder).get("base_dtype"):
+        return {}
+    tensors, dtype = load_model_weights(folder), DTYPES.get(asked) or export_dtype(folder)
+    if all(tensor.dtype == dtype for tensor in tensors.values()):
+        return {}
+    reason = "" if asked else ", as of the model that training began with; --dtype chooses another"
+    show(f"The weights are exported in {str(dtype).removeprefix('torch.')}{reason}.")
+    return weight_files({name: tensor.cast(dtype) for name, tensor in tensors.items()})
+
+
+def copy_model(source: Path, sizes: dict[str, int], output: Path, weights: dict[str, Any]) -> None:
+    """Copy the model's files into a new folder with a manifest, atomically, perhaps with cast weights."""
+    from checkpoint.huggingface import save_index
+    from checkpoint.model_json import read_model_json, write_json
     from checkpoint.store import check_new, publish
+    from checkpoint.tensors import write_files
 
     check_new(output)
+    tensors = {name: tensor for file in weights.values() for name, tensor in file.tensors.items()}
 
-    def write(folder: Path) -> None:
-        for name in files:
+    def write(folder: Path) -> dict[str, dict[str, Any]]:
+        for name in sizes.keys() - weights:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
+        if weights:
+            save_index(folder, weights, tensors)
+            dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+            config = read_model_json(source / "config.json")
+            write_json(folder / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
+        return write_files(folder, weights)
 
-    publish(output, write, {"step": 0}, sum((source / name).stat().st_size for name in files))
+    publish(output, write, {"step": 0}, sum(sizes.values()))
 
 
 def check_card(source: Path, public: bool) -> None:
@@ -126,21 +162,29 @@ def main() -> None:
     if pickled := [name for name in files if name.endswith((".bin", ".pt", ".pth", ".distcp"))]:
         show(f"Leaving out pickled files of another trainer: {', '.join(pickled)}")
         files = [name for name in files if name not in pickled]
+    weights = cast_weights(folder, files, args.dtype)
+    sizes = {name: (folder / name).stat().st_size for name in files
+             if not (weights and name.endswith(".safetensors"))}
+    sizes |= {name: file.nbytes for name, file in weights.items()}
     if args.to == "hub":
         check_card(folder, args.public)
         if args.dry_run:
-            sizes = [(folder / name).stat().st_size for name in files]
             visibility, flags = ("public", ["--public"]) if args.public else ("private", [])
             line = command("scripts/export.py", args.model, "--to", "hub", args.repo, *flags)
-            return show(f"Would upload {counted(len(files), 'file')}, {sum(sizes):,} bytes, from {folder} to "
-                        f"{args.repo} ({visibility} if it is new):",
-                        *aligned([(name, f"{size:,} bytes") for name, size in zip(files, sizes)]),
+            return show(f"Would upload {counted(len(sizes), 'file')}, {sum(sizes.values()):,} bytes, from "
+                        f"{folder} to {args.repo} ({visibility} if it is new):",
+                        *aligned([(name, f"{size:,} bytes") for name, size in sizes.items()]),
                         f"To upload them: {line}")
-        return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}",
+        with tempfile.TemporaryDirectory() as place:
+            if weights:
+                copy_model(folder, sizes, Path(place) / folder.name, weights)
+                folder = Path(place) / folder.name
+            url = upload(folder, [*sizes], args.repo, args.public)
+        return show(f"Uploaded: {url}",
                     f"Generate text with it: {command('scripts/generate.py', args.repo)}")
-    copy_model(folder, files, args.output.expanduser())
+    copy_model(folder, sizes, args.output.expanduser(), weights)
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
-    show(f"Exported to {args.output} ({kind}, {counted(len(files), 'file')}).",
+    show(f"Exported to {args.output} ({kind}, {counted(len(sizes), 'file')}).",
          f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 

@@ -36,6 +36,7 @@ from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from extensions.inference.weights import find_model, publish_model
+from extensions.other_trainers import unused_fields
 from plan.identity import weights_sha256  # noqa: E402
 from scripts.convert_to_gguf import ARCHITECTURES, HALVES, gguf_name, import_gguf, rope_factors
 from tokenizer import BaseTokenizer, load_tokenizer, read_generation
@@ -185,6 +186,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
             tokenizer.generation = read_generation(folder)
         config = ModelConfig(**model_json.model_settings_from_huggingface(content))
         max_seq_len = model_json.context_length(content)
+        for message in unused_fields(source) if source.is_dir() else ():
+            show(message)
         state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:

@@ -13,15 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
-import torch
-
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, show
 from extensions.card import write_merged_card
 from extensions.inference.weights import find_model, merge
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from model_utils import DTYPES
 
 
 def main() -> None:
@@ -31,11 +28,11 @@ def main() -> None:
                         help="the adapters' base model (default: as in training)")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
                         help="folder of the merged model")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32",
-                        help="dtype of the merged weights (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES,
+                        help="dtype of the merged weights (default: the base's)")
     args = parser.parse_args()
-    difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype],
-                       write_merged_card)
+    difference = merge(find_model(args.adapter), args.output.expanduser(), args.base,
+                       DTYPES.get(args.dtype), write_merged_card)
     output = args.output.expanduser()
     next_step = "chat" if (output / "chat_template.jinja").exists() else "generate"
     show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.",

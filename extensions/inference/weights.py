@@ -22,6 +22,7 @@ from common.text import command, print_safely
 from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
+from extensions.other_trainers import unused_fields
 from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.matmul import linear, pack
@@ -153,6 +154,13 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
     return model, tokenizer
 
 
+def export_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype that training began with, in which a model is exported, or that of its weights."""
+    stored = huggingface.load_model_weights(folder)["model.embed_tokens.weight"].dtype
+    began_with = f"torch.{store.read_state(folder).get('base_dtype')}"
+    return next((dtype for dtype in DTYPES.values() if str(dtype) == began_with), stored)
+
+
 def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                   tokenizer: Any, max_seq_len: int, complete: Callable[[Path], object]) -> None:
     """Write a new model folder with its manifest; `complete` adds the card, and may check the weights."""
@@ -165,10 +173,11 @@ def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_
 
 
 def merge(adapters: Path, output: Path, base: Optional[str] = None,
-          dtype: torch.dtype = torch.float32,
+          dtype: Optional[torch.dtype] = None,
           describe: Callable = lambda *_: None) -> float:
     """Merge base and adapters into a model folder; return the largest change of a logit, in float32.
 
+    Without a dtype, the merged weights have the base's.
     `describe(folder, output, base, adapters, dtype)` may write a card before the folder is named `output`.
     """
     store.check_new(output)
@@ -176,6 +185,9 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
         copy = command("scripts/export.py", adapters, "--to", "hf", "--output", "FOLDER")
         raise CheckpointError(f"{adapters} has no adapters to merge; copy the whole model with {copy}")
     base_folder, cpu = base_of_adapters(adapters, base), torch.device("cpu")
+    dtype = dtype or export_dtype(base_folder)
+    for message in unused_fields(base_folder):
+        print_safely(message, sys.stderr)
     model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

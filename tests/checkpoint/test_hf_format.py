@@ -1,5 +1,6 @@
 """Conversion of weights and configuration, compared with transformers' Llama."""
 
+import dataclasses
 import json
 import pickle
 import runpy
@@ -18,6 +19,7 @@ from common.errors import CheckpointError, DataError
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
+from extensions.other_trainers import unused_fields
 from model import RMSNorm, Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -200,6 +202,82 @@ def test_a_number_of_another_type_or_size_is_one_sentence(field, value):
     content = config_json(rope_theta=7e3) | {field: value}
     with pytest.raises(CheckpointError, match=rf"^config.json gives {field}=.*; correct it, or download it again$"):
         model_json.model_settings_from_huggingface(content)
+
+
+# Another value of each field that transformers' classes read, besides those that two layers of 64 dimensions need.
+OTHER_VALUES = {
+    "vocab_size": 600, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 4, "hidden_act": "gelu", "max_position_embeddings": 99, "initializer_range": 0.5, "rms_norm_eps": 0.1,
+    "use_cache": False, "pad_token_id": 7, "bos_token_id": 9, "eos_token_id": 11, "pretraining_tp": 2, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "attention_bias": True, "attention_dropout": 0.3, "mlp_bias": True,
+    "head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": ["sliding_attention"] * 2,
+    "no_rope_layers": [0, 0], "no_rope_layer_interval": 1, "output_hidden_states": True, "return_dict": False, "dtype": "bfloat16",
+    "chunk_size_feed_forward": 4, "is_encoder_decoder": True, "id2label": {"0": "no"}, "label2id": {"no": 0},
+    "problem_type": "regression", "architectures": ["LlamaForSequenceClassification"], "transformers_version": "4.1"}
+# Fields that no class declares, but that code or the rotary embedding of transformers reads; and one that nothing reads.
+UNDECLARED = {
+    "is_causal": False, "per_layer_config": {"0": {"hidden_act": "gelu"}}, "partial_rotary_factor": 0.5, "rope_theta": 77.0,
+    "quantization_config": {"quant_method": "fp8"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16",
+    "rope_parameters.finetuned": True, "rope_parameters.partial_rotary_factor": 0.5, "rope_parameters.full_attention": {"rope_theta": 7.0},
+    "original_max_position_embeddings": 32, "attention_chunk_size": 4, "residual_scale": 0.0, "is_llama_config": True}
+
+
+def logits_of(content: dict) -> torch.Tensor:
+    """What transformers computes in training and in use from weights that depend on their names and shapes only."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[content["model_type"]](**content)).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 4 + (parameter.ndim == 1))
+        tokens_BT = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(2)
+        results = [each if isinstance(each, tuple) else each.to_tuple() for each in (model.train()(tokens_BT), model.eval()(tokens_BT))]
+    return torch.stack([result[0] for result in results])
+
+
+@pytest.mark.parametrize("kind", model_json.FAMILIES)
+def test_every_field_that_transformers_reads_is_used_refused_or_told(kind, tmp_path):
+    """A field that is neither changes no logit in transformers. What is used is saved, what is not used is not."""
+    of_class = [field.name for field in dataclasses.fields(transformers.CONFIG_MAPPING[kind])]
+    config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), "model_type": kind})
+    plain = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    plain = {name: value for name, value in plain.items() if not name.startswith("rope_") and name not in (
+        "torch_dtype", "layer_types", "no_rope_layers")}
+    settings, context, outcomes = model_json.model_settings_from_huggingface(plain), model_json.context_length(plain), {}
+    for field, value in [(field, OTHER_VALUES[field]) for field in of_class] + [*UNDECLARED.items()]:
+        place, _, name = field.rpartition(".")
+        content = json.loads(json.dumps({**plain, **({place: {"rope_type": "default", name: value}} if place else {name: value})}))
+        model_json.write_json(tmp_path / "config.json", content)
+        try:
+            read = model_json.model_settings_from_huggingface(content)
+        except CheckpointError as error:
+            assert name in str(error) or name in ("num_attention_heads", "layer_types"), (field, str(error))
+            outcomes[field] = "refused"
+            continue
+        written = model_json.huggingface_config(ModelConfig(**read), VOCAB, model_json.context_length(content), 1, 2, torch.float32)
+        if told := unused_fields(tmp_path):
+            assert f"{name}={value!r:.80}" in told[0] and len(told) == 1 and written.get(name) != value, (field, told)
+            outcomes[field] = "told"
+        elif read != settings or model_json.context_length(content) != context:
+            same = written["rope_parameters"] if name in ("rope_theta", "rope_scaling") else written
+            expected = {name: value} if name != "rope_scaling" else value
+            assert {each: same.get(each) for each in expected} == expected, field
+            outcomes[field] = "used"
+        else:
+            assert name in ("vocab_size", "return_dict") or torch.equal(logits_of(content), logits_of(plain)), field
+            outcomes[field] = "no effect"
+    assert {"told", "refused", "used", "no effect"} == {*outcomes.values()}
+    assert outcomes["attention_dropout"] == outcomes["residual_scale"] == outcomes["architectures"] == "told"
+    assert outcomes["is_causal"] == outcomes["per_layer_config"] == outcomes["rope_parameters.full_attention"] == "refused"
+
+
+@pytest.mark.parametrize("kind", model_json.FAMILIES)
+def test_a_missing_field_has_transformers_default(kind):
+    theirs = transformers.CONFIG_MAPPING[kind]()
+    whole = json.loads(theirs.to_json_string(use_diff=False))
+    content = {name: whole[name] for name in ("model_type", *model_json.REQUIRED)}
+    expected = model_json.model_settings_from_huggingface(whole)
+    assert model_json.model_settings_from_huggingface(content) == expected
+    assert model_json.context_length(content) == theirs.max_position_embeddings
 
 
 def test_finite_weights_whose_sum_overflows_are_read():

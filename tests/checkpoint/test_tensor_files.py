@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import huggingface
+from checkpoint import huggingface, model_json
 from checkpoint import tensors as tensor_files
 from checkpoint.tensors import LazyTensor, lazy, open_tensors, read_all, write_tensors
 from common.errors import CheckpointError
@@ -85,6 +85,7 @@ def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tm
     trained.tok_embeddings.weight.data[100:] = 0
     tensors = read_all(huggingface.to_huggingface(trained.state_dict(), config, 100))
     monkeypatch.setattr(huggingface, "load_model_weights", lambda folder: one_at_a_time(tensors))
+    model_json.write_json(tmp_path / "config.json", model_json.huggingface_config(config, 100, 64, None, 0, "float32"))
     load_weights(tmp_path, loaded)
     assert all(torch.equal(actual, reference) for actual, reference in zip(loaded.parameters(), trained.parameters()))
     state = {name: lazy(tensor).first_rows(saved_rows(name, tensor, trained)) if tensor.ndim else lazy(tensor)

@@ -13,6 +13,7 @@ import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from extensions.cost import StepFlops, Work
+from extensions.hf_teacher import HFTeacher
 from extensions.profile import Measurements, total_peak
 from learn.objectives import (
     DPO,
@@ -23,7 +24,7 @@ from learn.objectives import (
     pair_logprobs,
     stored_reference,
 )
-from learn.teacher import HFTeacher, LlamaTeacher
+from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from run.build import logprobs_without_adapters

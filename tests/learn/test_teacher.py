@@ -15,7 +15,8 @@ from common.errors import CheckpointError, SettingsError
 from config import Config
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from dataloaders import Batch
-from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher
+from extensions.hf_teacher import HFTeacher
+from learn.teacher import LlamaTeacher, find_teacher, load_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks

@@ -1,9 +1,11 @@
 """Exact names of other trainers are used where their value carries over, and refused with a sentence where not."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from factories import checkpoint_without_weights
 
 from config import Config
@@ -213,3 +215,105 @@ def test_production_alone_has_a_size_and_steps_and_beside_a_size_it_has_that():
     assert load("--preset", "llama3.2-1b,production").config.depth is None and load("--preset", "production", "--dim", "96").config.dim == 96
     assert load("--preset", "production", "--depth", "4").config.n_layers == 4
     assert float(read_env_file(PRESETS_DIR / "debug.env").values["learning_rate"][0]) == 1e-7 and Config().depth is None
+
+
+# Learning rates of other trainers, by their own formulas: the rate of each step, from 0.
+
+
+def by_transformers(name: str, steps: int, warmup: int, peak: float) -> list[float]:
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler, rates = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def by_torchtitan(steps: int, warmup: int, peak: float, decay_ratio: float) -> list[float]:
+    """Warm-up, plateau, and a linear decay to min_lr_factor, 0, whose last step is not 0."""
+    decay = round(steps * decay_ratio)
+    stable = steps + 1 - warmup - decay
+    return [peak * ((step + 1) / warmup if step < warmup else 1.0 if step < warmup + stable else
+                    1 - (step + 1 - warmup - stable) / decay) for step in range(steps)]
+
+
+def by_nanochat(steps: int, warmup: int, peak: float, warmdown_ratio: float) -> list[float]:
+    """final_lr_frac is 0."""
+    down = round(warmdown_ratio * steps)
+    return [peak * ((step + 1) / warmup if step < warmup else 1.0 if step <= steps - down else (steps - step) / down)
+            for step in range(steps)]
+
+
+def by_nanogpt(steps: int, warmup: int, peak: float) -> list[float]:
+    """lr_decay_iters are max_iters, and min_lr is 6e-5."""
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / (warmup + 1)
+        return 6e-5 + 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) * (peak - 6e-5)
+    return [rate(step) for step in range(steps)]
+
+
+def by_megatron(steps: int, warmup: int, peak: float) -> list[float]:
+    """lr_decay_style=cosine; lr_decay_iters are train_iters, and min_lr is 0."""
+    return [peak * step / warmup if step < warmup else
+            peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) for step in range(steps)]
+
+
+HF = {"max_steps": 40, "warmup_steps": 8}
+
+
+@pytest.mark.parametrize("file, theirs", [
+    ({**HF, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 8, 1e-3)),
+    ({**HF, "lr_scheduler_type": "linear"}, by_transformers("linear", 40, 8, 1e-3)),
+    ({**HF, "lr_scheduler": "linear", "warmup_steps": 0, "warmup_ratio": 0.2}, by_transformers("linear", 40, 8, 1e-3)),
+    ({**HF, "warmup_ratio": 0.25, "warmup_steps": 0, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 10, 1e-3)),
+    ({"max_steps": 40, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 0, 1e-3)),
+    ({**HF, "lr_scheduler_type": "constant_with_warmup"}, by_transformers("constant_with_warmup", 40, 8, 1e-3)),
+    ({**HF, "lr_scheduler_type": "constant"}, by_transformers("constant", 40, 8, 1e-3)),
+    ({"training": {"steps": 40}, "lr_scheduler": {"warmup_steps": 8, "decay_ratio": 0.5}}, by_torchtitan(40, 8, 1e-3, 0.5)),
+    ({"max_steps": 40, "warmup_steps": 8, "warmdown_ratio": 0.3}, by_nanochat(40, 8, 1e-3, 0.3)),
+    ({"max_steps": 40, "warmdown_ratio": 0.5}, by_nanochat(40, 0, 1e-3, 0.5)),
+    ({"max_iters": 40, "warmup_iters": 8, "decay_lr": True}, by_nanogpt(40, 8, 1e-3)),
+    ({"max_iters": 40, "decay_lr": False}, [1e-3] * 40),
+    ({"train_iters": 40, "lr_warmup_iters": 8, "lr_decay_style": "cosine"}, by_megatron(40, 8, 1e-3)),
+])
+def test_a_curve_is_the_other_trainers(file, theirs):
+    """Warm-ups begin with 0 there, or end a step later: less than a step of them differs, and nothing after them."""
+    config = load(config={**file, "learning_rate": 1e-3}).config
+    ours, warmup = [learning_rate(step, config) for step in range(config.max_steps)], round(
+        config.warmup_steps * (config.max_steps if config.warmup_steps < 1 else 1))
+    assert len(ours) == len(theirs)
+    assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-9, abs=1e-12)
+    assert ours[:warmup] == pytest.approx(theirs[:warmup], abs=1.0001e-3 / max(1, warmup))
+
+
+@pytest.mark.parametrize("file, words", [
+    ({"num_train_epochs": 2}, "LR_SCHEDULE=linear, WARMUP_STEPS=0, WEIGHT_DECAY=0, ADAM_BETA2=0.999"),
+    ({"num_train_epochs": 2, "weight_decay": 0.1, "warmup_ratio": 0.1}, "other defaults: LR_SCHEDULE=linear, ADAM_BETA2=0.999."),
+    ({"local_batch_size": 8}, "LR_SCHEDULE=linear, WARMUP_STEPS=200"), ({"lora_r": 4}, "LORA_ALPHA=8"),
+    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), ({"lr_scheduler_type": "warmup_stable_decay"}, "a decay along a cosine, here linear"),
+    ({"lr_scheduler_type": "cosine"}, "MIN_LEARNING_RATE=0 too"), ({"cooldown_fraction": 0.2}, "MIN_LEARNING_RATE=0"),
+    ({"use_flash_attn": True}, "ATTENTION_BACKEND: auto"), ({"train_iters": 5}, "ADAM_BETA2=0.999")])
+def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
+    assert any(words in note for note in load(config=file).notes), load(config=file).notes
+
+
+def test_a_setting_of_ours_or_of_theirs_is_kept_whatever_a_name_implies():
+    loaded = load(config={"lr_scheduler_type": "cosine", "min_lr": 1e-5, "warmup_steps": 5}, env="WEIGHT_DECAY=0.3\n")
+    assert (loaded.config.min_learning_rate, loaded.config.warmup_steps, loaded.config.weight_decay) == (1e-5, 5, 0.3)
+    assert load(config={"lr_scheduler_type": "cosine"}, env="MIN_LEARNING_RATE=2e-5\n").config.min_learning_rate == 2e-5
+
+
+def test_values_that_are_valid_there():
+    loaded = load(config={"max_steps": -1, "num_train_epochs": 2, "save_total_limit": 2})
+    assert loaded.config.epochs == 2 and any("max_steps=-1" in note for note in loaded.notes)
+    config = load(config={"max_steps": 50, "save_steps": 0.25, "eval_steps": 0.3, "logging_steps": 0.01}).config
+    assert (config.save_every, config.validate_every, config.log_every) == (13, 15, 1)  # rounded up, as in transformers
+    (problem,) = problems(config={"num_train_epochs": 2, "save_steps": 0.5})
+    assert "save_steps=0.5 is a share of the steps" in problem and "SAVE_EVERY" in problem
+    for flash in ({"use_flash_attn": True}, {"flash_attention": True}, {"flash_attn": "fa2"}):
+        assert load(config=flash).config.attention_backend == "auto"
+    assert load(config={"warmup_steps": 10, "warmup_ratio": 0}).config.warmup_steps == 10
+    assert "set a second time" in problems(config={"warmup_steps": 10, "warmup_ratio": 0.1})[0]

@@ -1,0 +1,117 @@
+"""What is written for other programs, from a bf16 base with rows that no token has, judged by transformers, PEFT and gguf's reader."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import python
+from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, prepare
+
+from checkpoint import huggingface, store
+from checkpoint.tensors import read_all
+from extensions.inference.weights import merge
+from tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+peft = pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+UNUSED, CONTEXT = 27, 512
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Prepared:
+    """Data whose tokenizer has merges, which llama.cpp requires."""
+    return prepare(tmp_path_factory.mktemp("data"), vocab_size=280)
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def base(request, prepared: Prepared, tmp_path) -> Path:
+    tokenizer, folder = load_tokenizer(str(prepared.tokenizer)), tmp_path / "base"
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size + UNUSED, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, tie_word_embeddings=request.param,
+        attention_dropout=0.1, bos_token_id=None, eos_token_id=tokenizer.eos_id)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_huggingface(folder)
+    return folder
+
+
+def run_from(base: Path, prepared: Prepared, folder: Path, **settings) -> TinyRun:
+    shape = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF")
+    run = TinyRun(prepared, folder, PRETRAIN_CHECKPOINT=base, **{"MAX_STEPS": 4, **UNMEASURED, **settings})
+    run.settings = {name: value for name, value in run.settings.items() if name not in shape}
+    return run
+
+
+def opened(folder: Path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def logits(model, ids: int) -> torch.Tensor:
+    tokens = torch.randint(ids, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens).logits[..., :ids].float()
+
+
+def test_an_export_has_the_dtype_and_the_context_of_the_base(base, prepared, tmp_path, capsys):
+    """Checkpoints are float32, and resume exactly. The fields that are not used are named once and not saved."""
+    whole = run_from(base, prepared, tmp_path / "whole").trained()
+    assert "attention_dropout=0.1, which Paddock neither uses nor saves" in " ".join("".join(capsys.readouterr()).split())
+    parts = run_from(base, prepared, tmp_path / "parts", STOP_STEP=2).trained()
+    del parts.settings["STOP_STEP"]
+    assert_same_run(parts.trained(), whole, 4)
+    source = whole.checkpoint(4)
+    assert store.read_state(source)["base_dtype"] == "bfloat16"
+    trained = read_all(huggingface.load_model_weights(source))
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+
+    assert python("scripts/export.py", whole.folder, "--to", "hf", "--output", tmp_path / "hf").returncode == 0
+    exported, reference = opened(tmp_path / "hf"), opened(source, dtype=torch.bfloat16)
+    assert exported.dtype == torch.bfloat16 and exported.config.attention_dropout == 0 and store.verify(tmp_path / "hf")
+    assert exported.config.max_position_embeddings == CONTEXT
+    assert all(torch.equal(*pair) for pair in zip(exported.parameters(), reference.parameters(), strict=True))
+    size = {folder: (folder / "model.safetensors").stat().st_size for folder in (source, tmp_path / "hf")}
+    assert size[tmp_path / "hf"] < 0.6 * size[source]
+    assert python("scripts/export.py", whole.folder, "--to", "hf", "--dtype", "fp32", "--output", tmp_path / "fp32").returncode == 0
+    assert (tmp_path / "fp32" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    # A next stage begins with float32, and still remembers.
+    chained = run_from(source, prepared, tmp_path / "chained", MAX_STEPS=1, RESET_OPTIMIZER="true").trained()
+    assert store.read_state(chained.checkpoint(1))["base_dtype"] == "bfloat16"
+
+
+def test_a_gguf_file_of_a_bf16_base_has_its_types_and_rows(base, prepared, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="reads and writes GGUF: pip install -r requirements-extras.txt")
+    run = run_from(base, prepared, tmp_path / "whole", MAX_STEPS=1).trained()
+    assert python("scripts/convert_to_gguf.py", run.folder, "--output", tmp_path / "a.gguf").returncode == 0
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) == 2}
+    assert {*types.values()} == {gguf.GGMLQuantizationType.BF16}
+    tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
+    assert next(tensor.shape[1] for tensor in reader.tensors if tensor.name == "token_embd.weight") == tokens
+    assert reader.fields["llama.context_length"].contents() == CONTEXT
+
+
+@pytest.mark.parametrize("matrices, ranks", [
+    ({}, 1), ({"LORA_TRAIN_HEAD": "true"}, 1), ({"LORA_TRAIN_EMBEDDINGS": "true"}, 2), ({"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2)],
+    ids=["adapters", "head", "embedding", "both"])
+def test_peft_loads_adapters_on_a_base_with_padded_rows(matrices, ranks, base, prepared, tmp_path):
+    """A resumed run is the uninterrupted one, and the merged model has the base's dtype and PEFT's logits."""
+    lora = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_TRAIN_TOKENS": "none", "SHARDING": "full" if ranks == 2 and len(matrices) == 1 else "none", **matrices}
+    run = run_from(base, prepared, tmp_path / "run", **lora)
+    run.ends([0] * ranks)
+    parts = run_from(base, prepared, tmp_path / "parts", **lora)
+    parts.ends([0] * ranks, STOP_STEP=2)
+    parts.ends([0] * ranks)
+    assert_same_run(parts, run, 4)
+    folder, ids = run.checkpoint(4), load_tokenizer(str(prepared.tokenizer)).vocab_size
+    model = peft.PeftModel.from_pretrained(opened(base, dtype=torch.float32), folder).eval()
+    before = opened(base, dtype=torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        if "modules_to_save" in name:
+            whole = before["model.embed_tokens.weight" if "embed_tokens" in name else "lm_head.weight"]
+            assert torch.equal(tensor[ids:], whole[ids:]) and not torch.equal(tensor[:ids], whole[:ids])
+    expected = logits(model, ids)
+    merge(folder, tmp_path / "merged")
+    assert opened(tmp_path / "merged").dtype == torch.bfloat16
+    merge(folder, tmp_path / "fp32", dtype=torch.float32)
+    assert (logits(opened(tmp_path / "fp32"), ids) - expected).abs().max() < 1e-5 * expected.abs().max()
