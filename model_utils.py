@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import huggingface, store
-from checkpoint.model_json import refuse_adapters
+from checkpoint.model_json import read_model_json, refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
@@ -315,19 +315,20 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     if (described := read_model_json(folder / "config.json").get("vocab_size")) != rows:
         raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
                               f"{described} in its config.json; correct it")
-    if rows >= ids:
-        unused = counted(rows - ids, "row")
-        return [f"dropping {unused} of the model's vocabulary, without a token"] if rows > ids else []
+    own = None
     try:
         own = load_tokenizer(str(folder))
     except DataError as error:
-        raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,} and no "
-                              f"tokenizer to compare with ({error}); {advice}") from error
-    if difference := own.differing_id(tokenizer):
+        if rows < ids:
+            raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,} "
+                                  f"and no tokenizer to compare with ({error}); {advice}") from error
+    if own and not own.is_same(tokenizer.sha256) and (difference := own.differing_id(tokenizer)):
         number, there, here = difference
-        raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,}, and "
+        raise CheckpointError(f"the tokenizer has {ids:,} ids, and the model in {folder} has {rows:,}, but "
                               f"the id {number} is {there!r} there and {here!r} here; {advice}")
-
+    if rows >= ids:
+        unused = counted(rows - ids, "row")
+        return [f"dropping {unused} of the model's vocabulary, without a token"] if rows > ids else []
     place = f"{rows:,} to {ids - 1:,} of the embedding{'' if config.tie_embeddings else ' and of the head'}"
     trained = f"; TRAIN_ONLY={config.train_only} does not train them" if config.train_only else ""
     whole = config.lora_train_embeddings and (config.lora_train_head or config.tie_embeddings)

@@ -20,6 +20,8 @@ from common.errors import CheckpointError
 from config import LORA_LAYERS, Config, ModelConfig
 from learn.optim import clip_scale
 from model_utils import seed_step
+from plan.model_rules import check_model
+from plan.starts import Start
 
 
 def test_random_numbers_follow_from_seed_step_and_rank():
@@ -151,7 +153,7 @@ def test_rows_beyond_the_positions_of_a_model_are_named(scaling, settings, conte
     described = model_json.huggingface_config(ModelConfig(**shape, **scaling), 300, 512, None, 0, torch.float32)
     model_json.write_json(tmp_path / "config.json", described)
     for length in (context, context + 1):
-        warnings = model_utils.check_model(tmp_path, Config(**shape, **settings, max_seq_len=length))
+        warnings = check_model(Start("from", str(tmp_path)), Config(**shape, **settings, max_seq_len=length))
         named = [warning for warning in warnings if "MAX_SEQ_LEN" in warning]
         assert len(named) == (length > context)
         assert all(f"MAX_SEQ_LEN={length} is longer than the {context:,} positions of the model in {tmp_path}" in each for each in named)
