@@ -276,7 +276,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
             if os.path.lexists(file.parent / other):
                 more = read_object(file.parent / other, setting)  # in transformers' order
                 config = {**more, **config} if "added_tokens_decoder" in config else {**config, **more}
-        self.generation = read_generation(file.parent)
+        self.generation, model = read_generation(file.parent), self._document.get("model")
+        self.dropout = isinstance(model, dict) and model.get("dropout")
+        if self.dropout:  # ids would be random
+            model["dropout"] = None
         self.added_tokens = added_tokens(self._document, config, self.generation, control)
         if self.added_tokens:
             self._document["added_tokens"] = self.added_tokens

@@ -13,6 +13,7 @@ import logging
 import lzma
 import os
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,14 @@ SHORTCUTS = {
 }
 
 
+def identity_of(text: str) -> str:
+    """Return what all writings of a text have in common.
+
+    White space, letter case and Unicode forms do not count: tokenizers and chat formats remove them.
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
 class Document(NamedTuple):
     """A text and where it starts."""
 
@@ -126,7 +135,7 @@ class Document(NamedTuple):
     @property
     def split_key(self) -> str:
         """The text whose hash determines the split."""
-        return self.text
+        return identity_of(self.text)
 
 
 class Position(NamedTuple):
@@ -155,6 +164,8 @@ class Reading:
     bytes_total: int = 0  # 0 = unknown
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
     literals: Counter[str] = field(default_factory=Counter)  # items by the first control token that they name
+    lost: Counter[str] = field(default_factory=Counter)  # characters that the vocabulary lacks
+    reserved: int = 0  # items that are neither trained on nor validated on
     unread: Sequence[str] = ()  # columns of the current table that are not read
     start: Position = Position()  # the first record to read
     position: Position = Position()  # the record that was read last
@@ -163,7 +174,8 @@ class Reading:
     @property
     def counts(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in
-                ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals")}
+                ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals", "lost",
+                 "reserved")}
 
     @property
     def fraction(self) -> float | None:
@@ -567,6 +579,27 @@ class Unpacked(io.RawIOBase):
         return len(data)
 
 
+class LinesOfCR(io.RawIOBase):
+    """The content of a file whose lines end in CR alone, with LF instead."""
+
+    def __init__(self, raw: Any):
+        self.raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.raw.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.raw.read(len(buffer)).replace(b"\r", b"\n")
+        buffer[:len(data)] = data
+        return len(data)
+
+
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the lines of a text file, or the objects of JSON lines or of an array in a .json file."""
     with reading_errors(file.url), file.open() as raw:
@@ -582,6 +615,9 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
+        if b"\r" in start and b"\n" not in start and len(start) > start.index(b"\r") + 1:
+            stream = io.BufferedReader(LinesOfCR(stream))
+            start = stream.peek(START_BYTES)
         check_start(file.url, start, is_text=True)
         if file.format == "text":
             if not reading.position.record:  # --on-bad-record skip must not accept a binary file
