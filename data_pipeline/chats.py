@@ -92,7 +92,8 @@ SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a d
 WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
-# Part of the key: increase it when tokens, segments or split of a record change.
+# Part of the key: increase it when tokens or segments of a record change, and earlier sets must be prepared
+# again; otherwise increase RULES in prepare.py.
 EXAMPLES_VERSION = 5
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
@@ -260,8 +261,6 @@ def _dialogs_in(record: Record, columns: tuple[str, ...], drop: Drop, also_used:
     dialogs = []
     for one in merged:
         dialog = _request_in(request, one, drop)
-        if answer == "completion":  # of which earlier answers are context, unless they are marked
-            dialog = [{"train": False, **each} if each["role"] == "assistant" else each for each in dialog]
         dialog += messages_in(answer, one.get(answer), "assistant", drop) if answer else []
         turns = [message["role"] == "assistant" for message in dialog]
         for name, value in one.items():
@@ -392,7 +391,9 @@ def _request_in(column: str, record: Record, drop: Drop) -> Messages:
     spoken = _spoken_turns(value)
     if spoken is not value and not spoken[-1]["content"].strip():
         spoken = spoken[:-1]  # the line `Assistant:`, after which the answer follows
-    return [*turns, *messages_in(column, spoken, "user", drop)]
+    # Earlier answers are context unless they are marked, as in TRL; those in `history` are targets.
+    return turns + [{"train": False, **message} if message["role"] == "assistant" else message
+                    for message in messages_in(column, spoken, "user", drop)]
 
 
 def _parsed(name: str, value: Any) -> Any:

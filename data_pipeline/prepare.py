@@ -57,8 +57,9 @@ from data_pipeline.workers import (
 )
 from tokenizer import Tokenizer
 
-# Part of the key: increase it when tokens or files differ for the same text.
-CODE_VERSION = 1
+# Part of the key: increase it when tokens or files differ for the same text. RULES is not: it is the version
+# of the split and the labels, which a set of an earlier version keeps, so that its runs resume.
+CODE_VERSION, RULES = 1, 2
 CHUNK_CHARACTERS = 1_000_000
 # Up to so many workers are threads if they only tokenize with tiktoken, which lets other threads run. More
 # would wait for each other, and other work, such as rendering chats, does not let others run.
@@ -66,8 +67,6 @@ MAX_THREADS = 4
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
-# The rules of splits and labels. They are not part of the key: a set of an earlier version is kept as it is.
-RULES = 2
 # The number of items from which on a set is large. With fewer than FEW_DOCUMENTS, the last TAIL of each
 # document is held out.
 SMALL_SET, FEW_DOCUMENTS, TAIL = 4000, 20, 0.1
