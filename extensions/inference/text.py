@@ -11,7 +11,7 @@ from common.errors import DataError, unreadable
 from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
-from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Options, encode_rendered, load_chat_format
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE
@@ -92,23 +92,11 @@ def text_prompt(tokenizer: Any, text: str | Sequence[int], parse_special: bool =
     """
     start = tokenizer.document_start_id
     if isinstance(text, str):
-        ids = encode_special(tokenizer, text) if parse_special else tokenizer.encode(text)
+        ids = encode_rendered(tokenizer, text)[0] if parse_special else tokenizer.encode(text)
         ids = ids if ids[:1] == [start] else [start, *ids]
     else:
         ids = text
     return Prompt(ids, tokenizer.stop_ids | {start}, ids)
-
-
-def encode_special(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text in which the names of control tokens mean these tokens."""
-    ids, start = [], 0
-    for match in (*tokenizer.control_pattern.finditer(text), None):
-        piece = text[start:match.start() if match else None]
-        ids += tokenizer.encode(piece, is_first=not start) if piece else []
-        if match:
-            ids.append(tokenizer.special_ids[match[0].strip()])
-            start = match.end()
-    return ids
 
 
 def note_of_controls(tokenizer: Any, texts: Iterable[str], advice: str) -> str:
