@@ -128,13 +128,12 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
 
 
 def header_of(chat_format: ChatFormat) -> list[int]:
-    """Return the tokens before each answer: from the last control token on, those that prompts end in."""
-    prompts, controls = [], {*chat_format.tokenizer.special_ids.values()}
+    """Return the tokens that prompts end in, after the end of the user's turn."""
+    prompts: list[list[int]] = []
     with suppress(DataError):  # some templates require a system message
         prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
-    last = next((number for number, token in enumerate(shared, 1) if token in controls), len(shared))
-    return shared[:last][::-1]
+    return [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
 
 
 @collective
