@@ -519,15 +519,26 @@ def check_flags(source: Source, traits: set[str]) -> None:
                                 f"{source.name}: {remedy}")
 
 
+def _lines_of_cr(stream: Any) -> Iterator[bytes]:
+    """Yield the lines of a file in which they end in CR alone, with LF in its place."""
+    rest = b""
+    for block in iter(partial(stream.read1, 1 << 16), b""):
+        *lines, rest = (rest + block).splitlines(keepends=True)
+        yield from (line[:-1] + b"\n" if line.endswith(b"\r") else line for line in lines)
+    yield from filter(None, [rest.removesuffix(b"\r") + b"\n" * rest.endswith(b"\r")])
+
+
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
     advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
     offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    if not file.compression:
+        stream.seek(offset)
+    if b"\r" in (begin := stream.peek(START_BYTES))[:-1] and b"\n" not in begin:
+        lines = _lines_of_cr(stream)
     if file.compression:
         lines = islice(lines, start.record, None)
-    else:
-        stream.seek(offset)
     for number, line in enumerate(lines, start.record + 1):
         where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1, offset)
         offset += len(line)
@@ -579,27 +590,6 @@ class Unpacked(io.RawIOBase):
         return len(data)
 
 
-class LinesOfCR(io.RawIOBase):
-    """The content of a file whose lines end in CR alone, with LF instead."""
-
-    def __init__(self, raw: Any):
-        self.raw = raw
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self.raw.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.raw.read(len(buffer)).replace(b"\r", b"\n")
-        buffer[:len(data)] = data
-        return len(data)
-
-
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the lines of a text file, or the objects of JSON lines or of an array in a .json file."""
     with reading_errors(file.url), file.open() as raw:
@@ -615,9 +605,6 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
-        if b"\r" in start and b"\n" not in start and len(start) > start.index(b"\r") + 1:
-            stream = io.BufferedReader(LinesOfCR(stream))
-            start = stream.peek(START_BYTES)
         check_start(file.url, start, is_text=True)
         if file.format == "text":
             if not reading.position.record:  # --on-bad-record skip must not accept a binary file

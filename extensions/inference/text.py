@@ -1,11 +1,15 @@
 """Text to prompts and tokens to text: streams, models with a tokenizer, conversations, prompt files."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+
+from tokenizers import Tokenizer as Library
 
 from common.errors import DataError, unreadable
 from common.files import advice_on_encoding, check_start, plain
@@ -14,12 +18,22 @@ from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, encode_rendered, load_chat_format
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer
-from tokenizer import CHAT_TEMPLATE
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 # Tokens decoded together. UTF-8 depends on at most four bytes, and the first token of a text may lose its
 # space, so a window of a few tokens decodes like the whole text.
 WINDOW = 16
 UNKNOWN = "\ufffd"  # replaces invalid or incomplete UTF-8
+
+
+@lru_cache(maxsize=8)
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens of single bytes, such as `<0x41>`, whose runs decode together, to text or U+FFFD."""
+    loaded = None if isinstance(tokenizer, Tokenizer) else Library.from_str(tokenizer.tokenizer_json)
+    if not loaded or "ByteFallback" not in repr(loaded.decoder):
+        return frozenset()
+    return frozenset(number for token, number in loaded.get_vocab().items()
+                     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
 
 class TextStream:
@@ -35,7 +49,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, stop
         self.stopped = False  # True after a stop string: later tokens are dropped
         first = max(0, len(prefix) - WINDOW // 2)
-        while first and prefix[first] in tokenizer.byte_fallback_ids:
+        while first and prefix[first] in byte_tokens(tokenizer):
             first -= 1
         self._window = list(prefix[first:])  # the newest tokens
         self._returned = len(tokenizer.decode(self._window))  # characters of the window already returned
@@ -45,7 +59,7 @@ class TextStream:
         """Return the text that this token completes."""
         self._window.append(int(token))
         # Byte tokens decode as a group, when the group ends.
-        if self.stopped or token in self._tokenizer.byte_fallback_ids:
+        if self.stopped or token in byte_tokens(self._tokenizer):
             return ""
         text = self._tokenizer.decode(self._window)
         certain = len(text) - text.endswith(UNKNOWN)
