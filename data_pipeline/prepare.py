@@ -152,8 +152,9 @@ class SplitPlan(NamedTuple):
 def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> SplitPlan:
     """Plan the split from the first items.
 
-    A key is common if it has all items, or more than people collect answers to one prompt, and so many that
-    one key more or less would change what is held out by an eighth.
+    If the keys hold out nothing, or far from the fraction, some are common: those of all items, or of more
+    than people collect answers to one prompt, and so many that one key more or less would change what is
+    held out by an eighth.
     """
     if requested == 0:
         return SplitPlan()
@@ -162,18 +163,20 @@ def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> Spli
     keys = [(position_of(item.split_key), kind.name and position_of(item.whole_key))
             for item in islice(items, most)]
     target = fraction * len(keys)
-    limit = max(MOST_ANSWERS, target / 8) if kind.name else most
-    common = {key for key, count in Counter(key for key, _ in keys).items()
-              if count > limit or kind.name and count == len(keys)}
+    counts, limit = Counter(key for key, _ in keys), max(MOST_ANSWERS, target / 8)
+    held_out = sum(count for key, count in counts.items() if key < fraction)
+    common = {key for key, count in counts.items() if count > limit or count == len(keys)}
+    if not kind.name or held_out and not is_far(held_out, target):
+        common = set()
     keys = [whole if key in common else key for key, whole in keys]
-    counts = sorted(Counter(keys).items())
+    in_order = sorted(Counter(keys).items())
     if requested is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
         return SplitPlan(LARGE_SET_FRACTION, [*common], HELD_OUT)
-    if requested is None and len(counts) < FEW_DOCUMENTS and not kind.name:
+    if requested is None and len(in_order) < FEW_DOCUMENTS and not kind.name:
         fraction = None
-    elif len(keys) < most and counts and counts[0][0] >= fraction:  # of all items, hold out at least one
-        sums = [*accumulate(count for _, count in counts)]
-        cuts = [(key + after) / 2 for (key, _), (after, _) in zip(counts, counts[1:])]
+    elif len(keys) < most and in_order and in_order[0][0] >= fraction:  # of all items, hold out at least one
+        sums = [*accumulate(count for _, count in in_order)]
+        cuts = [(key + after) / 2 for (key, _), (after, _) in zip(in_order, in_order[1:])]
         nearest = min(zip(sums, cuts), key=lambda each: abs(each[0] - target), default=(0, requested or 0.0))
         fraction = nearest[1]
     return SplitPlan(fraction, [*common])

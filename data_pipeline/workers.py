@@ -124,8 +124,9 @@ class Coverage:
         lost: Counter[str] = Counter()
         for text in () if self.is_complete else texts:
             ids = self.tokenizer.encode(text)
-            kept = self.tokenizer.decode([token for token in ids if token != self.unknown_id])
-            lost += Counter(self.normalize(text)) - Counter(kept)
+            kept = Counter(self.tokenizer.decode([token for token in ids if token != self.unknown_id]))
+            if Counter(text) - kept:
+                lost += Counter(self.normalize(text)) - kept
         return Counter({name: count for name, count in lost.items() if name not in " \u2581"})
 
 
