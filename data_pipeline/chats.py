@@ -369,6 +369,8 @@ def _plain(value: Any) -> str:
     """Return a value that JSON lacks as text, such as 2026-01-31."""
     if not isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         raise TypeError(type_name(value))
+    if isinstance(value, decimal.Decimal) and value.is_finite() and value == int(value):
+        return str(int(value))  # 72.00 is 72
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
