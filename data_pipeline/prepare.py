@@ -511,8 +511,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
     fraction = manifest.get("held_out", requested)
     trains = "they train on what this one holds out"
     if "rules" not in manifest:
-        yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it may "
-               "train on what other sets hold out; delete its folder to prepare it again")
+        yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it "
+               "may train on what other sets hold out; delete its folder to prepare it again")
     elif requested not in (None, HELD_OUT):
         trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
         yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out {HELD_OUT:.0%}, "
