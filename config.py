@@ -100,7 +100,7 @@ class PreparationConfig(Section):
 
     shard_tokens: int = safe(100_000_000, "tokens per prepared shard", ge=1, lt=2**31)
     validation_fraction: Optional[float] = safe(
-        None, "fraction of documents held out; none = 0.05 if fewer than 4,000, else 0.005", ge=0, lt=1)
+        None, "fraction held out; none = 0.05 by hash, a tenth of it if 4,000 or more", ge=0, lt=1)
     system_prompt: str = safe("", "system message for chats that have none")
     preparation_workers: int = safe(0, "number of tokenizing processes; 0 = one per core", ge=0)
 

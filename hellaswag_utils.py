@@ -14,7 +14,7 @@ acc picks the ending with the highest log-probability, acc_norm the highest per 
 
 The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
 `ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
-(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending.
+(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending. Names of control tokens are tokens.
 
 Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """
@@ -40,6 +40,7 @@ from common.files import check_start, json_sha256, plain
 from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of
+from data_pipeline.templates import encode_rendered
 from model import SHARED_PREFIX, Transformer, evaluation_mode
 from model_kernels.head import IGNORE_INDEX
 
@@ -171,8 +172,9 @@ def clean(text: str) -> str:
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     """Tokenize an item. A context that is too long loses its beginning."""
     # A token that spans the border belongs to the ending. Source: lm-evaluation-harness, `_encode_pair`.
-    context_ids = tokenizer.encode(item.context.rstrip())
-    endings = [tokenizer.encode(f"{item.context} {ending}")[len(context_ids):] for ending in item.endings]
+    context_ids, *endings = (encode_rendered(tokenizer, text)[0] for text in (
+        item.context.rstrip(), *(f"{item.context} {ending}" for ending in item.endings)))
+    endings = [ids[len(context_ids):] for ids in endings]
     longest = max(map(len, endings))
     if longest > max_seq_len:
         raise DataError(f"{item.where}: an ending of {longest} tokens does not fit into "
@@ -181,7 +183,8 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         raise DataError(f"{item.where}: ending {endings.index([])} has no tokens; remove the item")
     # The context's last token predicts each ending's first token, so each ending's document starts with it.
     # Like lm-evaluation-harness: with a start token if the tokenizer adds it, or if the context is empty
-    context = [*[tokenizer.document_start_id] * (tokenizer.adds_start or not context_ids), *context_ids]
+    start = [tokenizer.document_start_id]
+    context = start * (tokenizer.adds_start and context_ids[:1] != start or not context_ids) + context_ids
     prefix, heads = context[:-1], [context[-1:]] * len(endings)
     if len(context) + longest - 1 > max_seq_len:
         # Each ending keeps as much context as fits, so there is no shared prefix.

@@ -85,7 +85,6 @@ CHAT_TEMPLATE = """\
 class BaseTokenizer:
     """Base class of both tokenizers."""
 
-    byte_fallback_ids: frozenset[int] = frozenset()  # single bytes, which decode in runs
     sha256: str
     other_sha256: frozenset[str]  # hashes of the same tokenizer in other file formats
     tokenizer_json: str  # the content of a tokenizer.json
@@ -276,7 +275,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
             if os.path.lexists(file.parent / other):
                 more = read_object(file.parent / other, setting)  # in transformers' order
                 config = {**more, **config} if "added_tokens_decoder" in config else {**config, **more}
-        self.generation = read_generation(file.parent)
+        self.generation, model = read_generation(file.parent), self._document.get("model")
+        self.dropout = isinstance(model, dict) and model.get("dropout")
+        if self.dropout:  # ids would be random
+            model["dropout"] = None
         self.added_tokens = added_tokens(self._document, config, self.generation, control)
         if self.added_tokens:
             self._document["added_tokens"] = self.added_tokens
@@ -352,14 +354,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
         for added in self.added_tokens:
             lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return lengths
-
-    @cached_property
-    def byte_fallback_ids(self) -> frozenset[int]:
-        """Tokens of single bytes, such as `<0x41>`, whose runs decode together, to text or U+FFFD."""
-        if '"ByteFallback"' not in json.dumps(self._document.get("decoder")):
-            return frozenset()
-        return frozenset(number for token, number in self._tokenizer.get_vocab().items()
-                         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
     @cached_property
     def sha256(self) -> str:

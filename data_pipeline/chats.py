@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,12 +39,13 @@ from data_pipeline.sources import (
     columns_of,
     contents_of,
     flaw_of,
+    identity_of,
     read_records,
     type_name,
     unique,
 )
 from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, is_target, load_chat_format
-from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
+from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, coverage_of, worker_tokenizer
 
 SHORTCUTS = {
     "chats": {"ultrachat": Source(name="HuggingFaceH4/ultrachat_200k", split="train_sft"),
@@ -91,7 +92,8 @@ SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a d
 WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
-# Part of the key: increase it when tokens, segments or split of a record change.
+# Part of the key: increase it when tokens or segments of a record change, and earlier sets must be prepared
+# again; otherwise increase RULES in prepare.py.
 EXAMPLES_VERSION = 5
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
@@ -122,24 +124,19 @@ class Example(NamedTuple):
 
     @property
     def split_key(self) -> str:
-        """The text whose hash determines the split: all before the first answer, normalized.
+        """The text whose hash determines the split: all before the first answer but the system message.
 
-        All chats and pairs that start with the same request are in one split, so that no stage trains on an
-        answer to a held-out request. SYSTEM_PROMPT adds system messages, and chat formats and tokenizers
-        remove white space, letter case and Unicode forms. These do not count, so that equal tokens have equal
-        keys.
+        All chats, pairs and prompts that start with the same request are in one split, so that no stage
+        trains on an answer to a held-out request, whatever SYSTEM_PROMPT or one of the stages adds before it.
         """
         opening = takewhile(lambda message: message["role"] != "assistant", self.messages)
-        return _normalized("\n".join(message["content"] for message in opening))
+        return identity_of("\n".join(message["content"] for message in opening
+                                     if message["role"] != "system"))
 
     @property
     def whole_key(self) -> str:
         """The key instead of `split_key` if too many examples share that: the whole conversation."""
-        return _normalized(json.dumps([self.messages, self.answers, self.record], default=str))
-
-
-def _normalized(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+        return identity_of(json.dumps([self.messages, self.answers, self.record], default=str))
 
 
 def read_examples(kind: str, source: Source, reading: Reading, fields: Names = ()) -> Iterator[Example]:
@@ -372,6 +369,8 @@ def _plain(value: Any) -> str:
     """Return a value that JSON lacks as text, such as 2026-01-31."""
     if not isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         raise TypeError(type_name(value))
+    if isinstance(value, decimal.Decimal) and value.is_finite() and value == int(value):
+        return str(int(value))  # 72.00 is 72
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
@@ -394,7 +393,9 @@ def _request_in(column: str, record: Record, drop: Drop) -> Messages:
     spoken = _spoken_turns(value)
     if spoken is not value and not spoken[-1]["content"].strip():
         spoken = spoken[:-1]  # the line `Assistant:`, after which the answer follows
-    return [*turns, *messages_in(column, spoken, "user", drop)]
+    # Earlier answers are context unless they are marked, as in TRL; those in `history` are targets.
+    return turns + [{"train": False, **message} if message["role"] == "assistant" else message
+                    for message in messages_in(column, spoken, "user", drop)]
 
 
 def _parsed(name: str, value: Any) -> Any:
@@ -515,7 +516,7 @@ def _marked(name: str, message: dict[str, Any], marks: Record) -> dict[str, Any]
     if train == {True} and message["role"] != "assistant":
         raise DataError(f"{name} is marked for training ({', '.join(marks)}), but is the "
                         f"{message['role']}'s; only the assistant's can be: remove the mark")
-    return message | ({"train": False} if train == {False} and message["role"] == "assistant" else {})
+    return message | ({"train": train == {True}} if train and message["role"] == "assistant" else {})
 
 
 def _unmarked(messages: Messages) -> Messages:
@@ -633,7 +634,8 @@ worker_chat_format = lru_cache(maxsize=1)(load_chat_format)  # of the tokenizer 
 def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
     """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
     chat_format = worker_chat_format(worker_tokenizer(spec))
-    accepted: dict[str, list[Segments]] = {split: [] for split in SPLITS}
+    coverage, lost = coverage_of(chat_format.tokenizer), Counter()
+    accepted: dict[str, list[Segments]] = {split: [] for split in (*SPLITS, "")}
     refused, keys = [], [spec.key_of(example) for example in examples]
     for number, example in enumerate(examples):
         try:
@@ -662,6 +664,10 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
                             ([*example.record.encode()], True)]
             else:
                 segments = chat_format.encode_chat(messages, options)
+            targets = example.answers or [*filter(is_target, example.messages)] * (not example.record)
+            if missing := coverage.lost(each["content"] for each in targets).keys() - {*"\n\r\t"}:
+                raise DataError(f"its answer has {min(missing)!r}, which is not in the vocabulary, so it "
+                                "would be lost or unknown; use another tokenizer")
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
@@ -669,17 +675,18 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
         if not example.record and (fault := _label_fault(example, checked, chat_format)):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
-        accepted[split_of(keys[number], spec.validation_fraction)].append(segments)
+        lost.update(coverage.lost(each["content"] for each in messages))
+        accepted[spec.split_of(example)].append(segments)
 
     # Convert them to ids and segments.
-    splits = {}
+    splits, reserved = {}, len(accepted.pop(""))
     for split, encoded in accepted.items():
         ids = list(chain.from_iterable(segment for segments in encoded for segment, _ in segments))
         flags = [len(segment) << LENGTH_SHIFT | LAST * (number == len(segments)) | TARGET * is_target
                  for segments in encoded for number, (segment, is_target) in enumerate(segments, 1)]
         targets = sum(len(segment) for segments in encoded for segment, is_target in segments if is_target)
         splits[split] = Tokens(np.array(ids, spec.dtype), len(encoded), np.array(flags, "uint32"), targets)
-    return ChunkTokens(splits, refused)
+    return ChunkTokens(splits, refused, reserved=reserved, lost=lost)
 
 
 def _next_other(values: Sequence[Any], start: int) -> int | None:
@@ -713,8 +720,9 @@ def _label_fault(example: Example, segments: Segments, chat_format: ChatFormat) 
         if not is_marked and not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
         words = tokenizer.decode(ids if is_marked else ids[:-1])
-        # Some tokenizers normalize text, so that its ids decode to different text.
-        normalized = {**answer, "content": tokenizer.decode(tokenizer.encode(answer["content"].strip()))}
+        # Some tokenizers normalize text. What else they change, a model would learn.
+        normalized = {name: coverage_of(tokenizer).normalize(text) if name in ("content", "reasoning_content")
+                      else text for name, text in answer.items()}
         if not is_said(words, answer, is_marked) and not is_said(words, normalized, is_marked):
             return f"the targets are {words[:80]!r}, the answer {answer['content'][:80]!r}"
     return None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from math import ceil, sqrt
 from os.path import realpath
 from pathlib import Path
@@ -28,6 +28,7 @@ from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, tokenize_filtered
+from data_pipeline.remote_data import say_once
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import (
     LISTED_BAD_RECORDS,
@@ -41,21 +42,24 @@ from data_pipeline.sources import (
 )
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import (
+    HELD_OUT,
+    LARGE_SET_FRACTION,
     SPLITS,
     TOKENIZERS,
     ChunkTokens,
     DataKind,
     PreparationOptions,
     WorkerSpec,
+    coverage_of,
     open_workers,
     position_of,
-    split_of,
     worker_tokenizer,
 )
 from tokenizer import Tokenizer
 
-# Part of the key: increase it when tokens or files differ for the same text.
-CODE_VERSION = 1
+# Part of the key: increase it when tokens or files differ for the same text. RULES is not: it is the version
+# of the split and the labels, which a set of an earlier version keeps, so that its runs resume.
+CODE_VERSION, RULES = 1, 2
 CHUNK_CHARACTERS = 1_000_000
 # Up to so many workers are threads if they only tokenize with tiktoken, which lets other threads run. More
 # would wait for each other, and other work, such as rendering chats, does not let others run.
@@ -63,10 +67,9 @@ MAX_THREADS = 4
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
-# Default validation fractions for sets of at least SMALL_SET items, and for smaller ones. With fewer than
-# FEW_DOCUMENTS, the last TAIL of each document is held out.
-LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
-FEW_DOCUMENTS, TAIL = 20, 0.1
+# The number of items from which on a set is large. With fewer than FEW_DOCUMENTS, the last TAIL of each
+# document is held out.
+SMALL_SET, FEW_DOCUMENTS, TAIL = 4000, 20, 0.1
 # Items of a set that are read ahead, and so many answers to one prompt always stay together.
 COUNTED, MOST_ANSWERS = 10_000, 16
 SHOWN_LEFT_OUT, SHOWN_FIELDS = 20, 10
@@ -118,11 +121,12 @@ class PreparationPlan(NamedTuple):
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as a flat array of ids, in order."""
     tokenizer = text_tokenizer(worker_tokenizer(spec))
-    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for _, text, split in documents:
-        texts[split or split_of(text, spec.validation_fraction)].append(text)
+    texts: dict[str, list[str]] = {split: [] for split in (*SPLITS, "")}
+    for document in documents:
+        texts[document.split or spec.split_of(document)].append(document.text)
     return ChunkTokens({split: Tokens(np.array(tokenizer.document_ids(texts[split]), spec.dtype),
-                                      len(texts[split])) for split in SPLITS}, [])
+                                      len(texts[split])) for split in SPLITS}, [], reserved=len(texts[""]),
+                       lost=coverage_of(tokenizer).lost(chain(*map(texts.get, SPLITS))))
 
 
 def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
@@ -142,38 +146,39 @@ class SplitPlan(NamedTuple):
 
     fraction: float | None = 0.0  # those whose keys have lower positions; None = the end of each document
     common: list[float] = []  # positions of keys of too many items (see WorkerSpec)
+    reserved: float = 0.0  # of those with lower positions, none is trained on
 
 
 def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> SplitPlan:
     """Plan the split from the first items.
 
-    A key is common if it has all items, or more than people collect answers to one prompt, and so many that
-    one key more or less would change what is held out by an eighth.
+    If the keys hold out nothing, or far from the fraction, some are common: those of all items, or of more
+    than people collect answers to one prompt, and so many that one key more or less would change what is
+    held out by an eighth.
     """
     if requested == 0:
         return SplitPlan()
-    fraction = SMALL_SET_FRACTION if requested is None else requested
+    fraction = HELD_OUT if requested is None else requested
     most = COUNTED if kind.name else min(SMALL_SET, ceil(FEW_DOCUMENTS / (requested or LARGE_SET_FRACTION)))
     keys = [(position_of(item.split_key), kind.name and position_of(item.whole_key))
             for item in islice(items, most)]
     target = fraction * len(keys)
-    limit = max(MOST_ANSWERS, target / 8) if kind.name else most
-    common = {key for key, count in Counter(key for key, _ in keys).items()
-              if count > limit or kind.name and count == len(keys)}
+    counts, limit = Counter(key for key, _ in keys), max(MOST_ANSWERS, target / 8)
+    held_out = sum(count for key, count in counts.items() if key < fraction)
+    common = {key for key, count in counts.items() if count > limit or count == len(keys)}
+    if not kind.name or held_out and not is_far(held_out, target):
+        common = set()
     keys = [whole if key in common else key for key, whole in keys]
-    counts = sorted(Counter(keys).items())
+    in_order = sorted(Counter(keys).items())
     if requested is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
-        fraction = LARGE_SET_FRACTION
-    elif requested is None and len(counts) < FEW_DOCUMENTS and not kind.name:
+        return SplitPlan(LARGE_SET_FRACTION, [*common], HELD_OUT)
+    if requested is None and len(in_order) < FEW_DOCUMENTS and not kind.name:
         fraction = None
-    elif len(keys) < most:  # these are all items: hold out at least one, and near the fraction
-        sums = [*accumulate(count for _, count in counts)]
-        cuts = [(key + after) / 2 for (key, _), (after, _) in zip(counts, counts[1:])]
-        held_out = sum(count for key, count in counts if key < fraction)
-        if not cuts:
-            fraction = 0.0 if requested is None else requested
-        elif not held_out or kind.name and is_far(held_out, target):
-            fraction = min(zip(sums, cuts), key=lambda each: abs(each[0] - target))[1]
+    elif len(keys) < most and in_order and in_order[0][0] >= fraction:  # of all items, hold out at least one
+        sums = [*accumulate(count for _, count in in_order)]
+        cuts = [(key + after) / 2 for (key, _), (after, _) in zip(in_order, in_order[1:])]
+        nearest = min(zip(sums, cuts), key=lambda each: abs(each[0] - target), default=(0, requested or 0.0))
+        fraction = nearest[1]
     return SplitPlan(fraction, [*common])
 
 
@@ -201,6 +206,8 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
     if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
                             "part of it next time; choose another folder")
+    if dropout := getattr(tokenizer, "dropout", None):
+        say_once(f"{options.tokenizer_path}: its dropout of {dropout:g} is off, as tokens must not be random")
     # The key names the folder. The first process to get the lock builds it.
     items = [Source(path=options.decontaminate, split="", column="")] if options.decontaminate else []
     inputs = [source, *items]
@@ -266,19 +273,21 @@ def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
 def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     """Write all shards into `folder`, continuing from its journal; return the manifest's counts."""
     kind, options, skip_bad = plan.kind, plan.options, plan.options.on_bad_record == "skip"
-    journal = read_own_json(folder / JOURNAL) or {"chunks": 0, "splits": {}}
+    journal = read_own_json(folder / JOURNAL)
+    journal = journal if journal.get("rules") == RULES else {"chunks": 0, "splits": {}}
     if not journal["chunks"] and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
 
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
+    refused.lost = Counter(refused.lost)
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
     removed = journal.get("removed") or (
         {"overlaps": {"count": 0, "listed": []}} if options.decontaminate else {})
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
-                      frozenset(split_plan.common))
+                      frozenset(split_plan.common), split_plan.reserved)
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -304,6 +313,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
                 reading.failed = refused.failed
+            refused.lost.update(tokenized.lost)
+            refused.reserved += tokenized.reserved
             if options.ahead and reading.failed:
                 break  # training must not read what follows a bad record
             for split, writer in writers.items():
@@ -319,7 +330,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {
                     **plan.head, "source": plan.source, "chunks": chunks_done, "splits": splits,
-                    "removed": removed, **end, "refused": refused.counts})
+                    "removed": removed, **end, "refused": refused.counts, "rules": RULES})
                 last_sync, listed = time.monotonic(), finished
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
@@ -328,12 +339,13 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                "bad_records": reading.bad_records + refused.bad_records}
     skipped |= {name: dict(counts) for name, counts in (
         ("bad_kinds", reading.bad_kinds | refused.bad_kinds), ("dropped", reading.dropped),
-        ("literals", reading.literals)) if counts}
+        ("literals", reading.literals), ("lost", refused.lost)) if counts}
     Reading(skip_bad, reading.advice, **skipped).settle()
     if not splits["train"]["documents"]:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, removed)
-    return {"splits": splits, "skipped": skipped,
+    return {"splits": splits, "skipped": skipped, "rules": RULES,
             **({"removed": removed} if removed else {}),
+            **({"reserved": refused.reserved} if split_plan.reserved else {}),
             **({"cut_from_each": TAIL} if fraction is None else
                {"held_out": fraction} if fraction != options.validation_fraction else {}),
             **({"common_openings": len(split_plan.common)} if split_plan.common else {})}
@@ -354,7 +366,7 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], **{name: Counter(end["counts"].get(name, ()))
                                                for name in ("dropped", "literals")})
-        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"][:2])
+        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"])
     plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without positions are read again, but not tokenized.
@@ -474,6 +486,11 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
                  for name, count in Counter(literals).most_common(SHOWN_FIELDS)]
         lines.append(f"As text: {', '.join(names)}. Such names in a source never become control tokens; " + (
             "write turns as messages" if kind else "--documents splits at lines with one"))
+    if lost := Counter(skipped.get("lost", ())):
+        names = ", ".join(f"{name!r} {count:,}" for name, count in lost.most_common(SHOWN_FIELDS))
+        names += ", ..." * (len(lost) > SHOWN_FIELDS)
+        lines.append(f"Warning: {counted(lost.total(), 'character')} not in the vocabulary ({names}): they "
+                     "are lost, or become the unknown token; use another tokenizer")
     bad = counted(skipped["bad"], "bad record")
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], Reading(**skipped).listing())]
     left_out += [(f"Removed: {counted(removed['count'], noun)} with text of evaluation items",
@@ -486,20 +503,37 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
 
 
 def describe_split(manifest: dict) -> Iterator[str]:
-    """Yield lines about a split by other keys, or in which much more or less is held out than asked for."""
+    """Yield lines about a split that differs from others', or has much more or less than asked for."""
     kind, requested = manifest.get("kind"), manifest["settings"]["validation_fraction"]
-    trained, held_out = (manifest["splits"][split]["documents"] for split in SPLITS)
+    held_out = manifest["splits"]["validation"]["documents"]
+    total = manifest["splits"]["train"]["documents"] + held_out + manifest.get("reserved", 0)
     noun, more = "example" if kind else "document", how_to_get_more(kind, names_of_sources(manifest))
+    fraction = manifest.get("held_out", requested)
+    trains = "they train on what this one holds out"
+    if "rules" not in manifest:
+        yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it "
+               "may train on what other sets hold out; delete its folder to prepare it again")
+    elif requested not in (None, HELD_OUT):
+        trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
+        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out {HELD_OUT:.0%}, "
+               f"so {trains}")
+    elif (fraction or 0) > HELD_OUT:
+        yield (f"Split: no {noun} is in the {HELD_OUT:.0%} that other sets hold out by hash, so others are "
+               f"held out here; {trains}")
+    elif reserved := manifest.get("reserved"):
+        yield (f"Split: {counted(reserved, noun)} left out: a large set validates on the lowest "
+               f"{LARGE_SET_FRACTION:.1%} of hashes, and trains on none of the {HELD_OUT:.0%} that smaller "
+               "sets hold out")
     if requested is None:
-        requested = min(manifest.get("held_out", 0), SMALL_SET_FRACTION) or SMALL_SET_FRACTION
+        requested = min(fraction or 0, HELD_OUT) or HELD_OUT
     if common := manifest.get("common_openings"):
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
     if requested and not held_out:
-        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {requested:.1%}; {more}"
-    elif "cut_from_each" not in manifest and is_far(held_out, requested * (trained + held_out)):
-        yield (f"Warning: {held_out:,} of {trained + held_out:,} {noun}s are in validation, "
-               f"{held_out / (trained + held_out):.1%} instead of {requested:.1%}, because equal ones"
+        yield f"Warning: no {noun} fell into validation, 0 of {total:,} instead of {requested:.1%}; {more}"
+    elif "cut_from_each" not in manifest and is_far(held_out, requested * total):
+        yield (f"Warning: {held_out:,} of {total:,} {noun}s are in validation, "
+               f"{held_out / total:.1%} instead of {requested:.1%}, because equal ones"
                f"{' and those with one prompt' * bool(kind)} stay together; remove repeats, {more}, or "
                f"shuffle the source if its first {COUNTED:,} differ from the rest")
 

@@ -4,6 +4,7 @@ Files are verified once, and monitored while they are read. They are never memor
 mapped file kills the reading process (SIGBUS).
 """
 
+import codecs
 import glob
 import hashlib
 import os
@@ -33,6 +34,7 @@ from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
 from common.text import command, counted, print_safely
 from config import KINDS
+from data_pipeline.remote_data import say_once
 
 MANIFEST = "manifest.json"
 MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
@@ -44,6 +46,10 @@ NPY_MAGIC = b"\x93NUMPY"
 SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
 PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as SplitWriter names them
 RAW_NAMES = {"train", "val", "validation"}
+OTHER_FORMATS = (b"PAR1", b"\x1f\x8b", b"PK\3\4", b"\x80\4\x95", b"\x80\5\x95")  # Parquet, gzip, zip, pickle
+WIDTH_SAMPLE, MOST_HIGH_BITS, MOST_TEXTLIKE_BYTES = 1 << 15, 4, 64
+# So many tokens have most of their vocabulary. If all ids are below this share of it, perhaps it is another.
+MANY_TOKENS, LOW_SHARE = 10_000, 0.25
 SCAN_BYTES = 1 << 22
 FINGERPRINT_BYTES = 4096
 OTHER_OPEN_FILES = 64  # open files of this process besides shards
@@ -363,6 +369,8 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         # Hash the size, start, middle and end of each file, a small read for every rank.
         hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
         for shard in shards:
+            if not shard.offset:
+                check_width(shard, tokenizer.vocab_size)
             if shard.dtype < dtype_for(tokenizer.vocab_size):
                 raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
                                 f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer")
@@ -504,9 +512,11 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
         raise DataError(f"{path}: {reason}") from error
     if not head:
         raise DataError(f"{path}: is empty; {ANEW}")
-    magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"
+    is_npy = path.suffix == ".npy" or head.startswith(NPY_MAGIC)
+    magic = int.from_bytes(head[:4], "little")
     known = {number: (dtype, version) for dtype, (number, version) in MAGIC_AND_VERSION.items()}
     is_raw = path.stem.lower() in RAW_NAMES and not is_npy and (len(head) < HEADER_BYTES or any(head[12:]))
+    is_raw = is_raw and not is_other_content(head)
     if magic in known:
         if len(head) < HEADER_BYTES:
             raise DataError(f"{path}: is cut short inside its header, at {len(head)} bytes; copy it again")
@@ -521,7 +531,7 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
         dtype, offset, tokens = "uint16", 0, status.st_size // 2
         if status.st_size % 2:
             raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
-    elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
+    elif b"\0" not in head or is_other_content(head):
         raise _unprepared(path, "holds text or records, not tokens")
     else:
         raise DataError(f"{path}: wrong magic: starts with {head[:4].hex(' ')}, which is not a header of "
@@ -536,6 +546,35 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     if tokens <= 0:
         raise DataError(f"{path}: is empty, but its header gives {tokens} tokens; {ANEW}")
     return shard
+
+
+def is_other_content(head: bytes) -> bool:
+    """Return whether a file begins like text, or like a known format of other content than ids."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+        is_text = b"\0" not in head and len(head) > MOST_TEXTLIKE_BYTES
+    except UnicodeDecodeError:
+        is_text = False
+    return is_text or head.startswith(OTHER_FORMATS)
+
+
+def check_width(shard: Shard, vocab_size: int) -> None:
+    """Raise DataError if ids without a header seem to have 4 or 8 bytes, or the other byte order."""
+    numbers, dtype = shard.read(0, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
+    if len(numbers) < 4:
+        return
+    for order, words in (("<", numbers), (">", numbers.byteswap())):
+        low, high = (words[:, first::2] for first in ((0, 1) if order == "<" else (1, 0)))
+        if high.max() <= MOST_HIGH_BITS < low.max():
+            dtype = order + ("u4" if words[:, 2 if order == "<" else 1].any() else "i8")
+    if not dtype and numbers.byteswap().max() < vocab_size <= numbers.max():
+        dtype = ">u2"
+    if dtype:
+        order, name = "big" if dtype[0] == ">" else "little", shard.path.name
+        ids = f"numpy.fromfile({name!r}, {dtype!r}).astype('uint32')"
+        raise DataError(f"{shard.path}: its ids look like {order}-endian {np.dtype(dtype).name}, but without "
+                        "a header they are read as little-endian uint16; run "
+                        f"numpy.save({shard.path.stem + '.npy'!r}, {ids}) in its folder, and remove {name}")
 
 
 def _npy_header(path: Path) -> tuple[str, int, int]:
@@ -558,6 +597,7 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
         # Stored results of all possible folders; the preferred one takes precedence.
         caches, due = cache.folders(folder, token_set.fingerprint), []
+        start_id = token_set.document_start_id
         known: dict[str, dict[str, Any]] = {}
         for cached in reversed(caches):
             with suppress(OSError, ValueError):
@@ -566,11 +606,12 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
             result = known.get(shard.path.name)
             is_known = (isinstance(result, dict) and result.items() >= file_stamp(shard.status).items()
                         and isinstance(result.get("max_id"), int)
+                        and (shard.sha256 is not None or result.get("start_id", -1) == start_id)
                         and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
             if verify == "always" or not is_known:
                 due.append(shard)
         # Scan the other files, and store the results in the first writable folder.
-        for shard, result in zip(due, _scan_all(due)):
+        for shard, result in zip(due, _scan_all(due, start_id)):
             known[shard.path.name] = file_stamp(shard.status) | result
         for cached in caches if due else ():
             with suppress(OSError):
@@ -586,9 +627,27 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
             if result["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():
                     shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id
+        if shards[0].sha256 is None:
+            say_doubts(shards, [known[shard.path.name] for shard in shards], token_set)
 
 
-def _scan_all(shards: Sequence[Shard]) -> list[dict]:
+def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: TokenSet) -> None:
+    """Print what is odd about foreign tokens, of which nothing says how they were made."""
+    name, tokens, vocabulary = shards[0].path, sum(each.tokens for each in shards), token_set.vocab_size
+    starts, zeros = (sum(result[key] for result in results) for key in ("starts", "zeros"))
+    highest, start_id = max(result["max_id"] for result in results), token_set.document_start_id
+    if start_id is not None and not starts:
+        say_once(f"{name}: none of {tokens:,} tokens is {start_id}, the start of a document, so documents "
+                 "cannot be told apart: attention crosses their borders; if there are several, tokenize them "
+                 "with it")
+    if 2 * zeros > tokens and start_id != 0:
+        say_once(f"{name}: {zeros / tokens:.0%} of the tokens are 0; if these are padding, leave them out")
+    if tokens >= MANY_TOKENS and highest < LOW_SHARE * vocabulary:
+        say_once(f"{name}: the highest id is {highest:,}, of a vocabulary of {vocabulary:,}; if they are "
+                 "another tokenizer's, set TOKENIZER_PATH to it")
+
+
+def _scan_all(shards: Sequence[Shard], start_id: Optional[int]) -> list[dict]:
     """Scan the files in threads (hashing releases the GIL), with a progress bar if this takes seconds."""
     size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
@@ -599,18 +658,22 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
             bar.update(read)
 
     with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda shard: _scan(shard, advance), shards))
+        return list(pool.map(lambda shard: _scan(shard, start_id, advance), shards))
 
 
-def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
-    """Read a whole file; return its largest id and, if the manifest has one, its SHA-256."""
-    hasher, max_id = hashlib.sha256(), 0
+def _scan(shard: Shard, start_id: Optional[int], advance: Callable[[int], None]) -> dict:
+    """Read a whole file; return its largest id and, from a manifest, its SHA-256, else counts of ids."""
+    hasher, max_id, starts, zeros = hashlib.sha256(), 0, 0, 0
     hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
     for _, ids in shard.blocks():
         hasher.update(ids)
         max_id = max(max_id, int(ids.max()))
+        if shard.sha256 is None:
+            starts += int(np.count_nonzero(ids == start_id))
+            zeros += len(ids) - int(np.count_nonzero(ids))
         advance(ids.nbytes)
-    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id}
+    counts = {"start_id": start_id, "starts": starts, "zeros": zeros} if shard.sha256 is None else {}
+    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, **counts}
 
 
 # -------------------------------------------------------------------------------------------------- writing

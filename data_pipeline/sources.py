@@ -13,6 +13,7 @@ import logging
 import lzma
 import os
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,14 @@ SHORTCUTS = {
 }
 
 
+def identity_of(text: str) -> str:
+    """Return what all writings of a text have in common.
+
+    White space, letter case and Unicode forms do not count: tokenizers and chat formats remove them.
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
 class Document(NamedTuple):
     """A text and where it starts."""
 
@@ -126,7 +135,7 @@ class Document(NamedTuple):
     @property
     def split_key(self) -> str:
         """The text whose hash determines the split."""
-        return self.text
+        return identity_of(self.text)
 
 
 class Position(NamedTuple):
@@ -155,6 +164,8 @@ class Reading:
     bytes_total: int = 0  # 0 = unknown
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
     literals: Counter[str] = field(default_factory=Counter)  # items by the first control token that they name
+    lost: Counter[str] = field(default_factory=Counter)  # characters that the vocabulary lacks
+    reserved: int = 0  # items that are neither trained on nor validated on
     unread: Sequence[str] = ()  # columns of the current table that are not read
     start: Position = Position()  # the first record to read
     position: Position = Position()  # the record that was read last
@@ -163,7 +174,8 @@ class Reading:
     @property
     def counts(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in
-                ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals")}
+                ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals", "lost",
+                 "reserved")}
 
     @property
     def fraction(self) -> float | None:
@@ -507,15 +519,26 @@ def check_flags(source: Source, traits: set[str]) -> None:
                                 f"{source.name}: {remedy}")
 
 
+def _lines_of_cr(stream: Any) -> Iterator[bytes]:
+    """Yield the lines of a file in which they end in CR alone, with LF in its place."""
+    rest = b""
+    for block in iter(partial(stream.read1, 1 << 16), b""):
+        *lines, rest = (rest + block).splitlines(keepends=True)
+        yield from (line[:-1] + b"\n" if line.endswith(b"\r") else line for line in lines)
+    yield from filter(None, [rest.removesuffix(b"\r") + b"\n" * rest.endswith(b"\r")])
+
+
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
     advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
     offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    if not file.compression:
+        stream.seek(offset)
+    if b"\r" in (begin := stream.peek(START_BYTES))[:-1] and b"\n" not in begin:
+        lines = _lines_of_cr(stream)
     if file.compression:
         lines = islice(lines, start.record, None)
-    else:
-        stream.seek(offset)
     for number, line in enumerate(lines, start.record + 1):
         where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1, offset)
         offset += len(line)

@@ -168,12 +168,12 @@ class ChatFormat:
                 raise DataError(f"the chat template marks {len(cuts) // 2} of {len(used)} answers, so that "
                                 "those excluded from training cannot be found; use another template")
             cuts = [cut for number, cut in enumerate(cuts) if used[number // 2]]
-        segments = self._encode_segments(rendered[:cuts[-1]] if cuts else "", cuts, mark)
+        segments = encode_rendered(self.tokenizer, rendered[:cuts[-1]] if cuts else "", cuts, mark)
         return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
     def encode_prompt(self, messages: Messages, options: Options = None) -> list[int]:
         messages, options, mark, _ = self._hide_literals(messages, options)
-        return self._encode_segments(self._render_words(messages, True, options)[0], [], mark)[0]
+        return encode_rendered(self.tokenizer, self._render_words(messages, True, options)[0], [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: dict, options: Options = None) -> list[int]:
         self.check_training()
@@ -181,7 +181,7 @@ class ChatFormat:
         chat, options, mark, _ = self._hide_literals(chat, options)
         rendered, _ = self._render_words(chat, False, options)
         cuts = self._find_answer(rendered, chat, len(messages), options)
-        return self._encode_segments(rendered[:cuts[1]], cuts, mark)[1]
+        return encode_rendered(self.tokenizer, rendered[:cuts[1]], cuts, mark)[1]
 
     def _find_answer(self, rendered: str, messages: Messages, index: int, options: Options) -> list[int]:
         """Return where an answer begins, and where its turn ends."""
@@ -256,34 +256,37 @@ class ChatFormat:
             raise DataError("the chat template rejects this chat: "
                             f"{str(error) or type(error).__name__}") from error
 
-    def _encode_segments(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
-        """Return the ids of a rendering's len(cuts) + 1 segments between ascending cuts.
 
-        Text between two control tokens is encoded as a whole, so a cut within it must be between two tokens.
-        """
-        def encode(start: int, end: int) -> list[int]:
-            text = rendered[start:end].replace(mark, "")
-            return self.tokenizer.encode(text, is_first=not start) if start < end else []
+def encode_rendered(tokenizer: BaseTokenizer, rendered: str, cuts: Sequence[int] = (), mark: str = ""
+                    ) -> list[list[int]]:
+    """Return the ids of a rendering's len(cuts) + 1 segments between ascending cuts.
 
-        segments: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
-        start = 0
-        for control in (*self._control.finditer(rendered), None):
-            end = control.start() if control else len(rendered)
-            ids, done = encode(start, end), 0
-            for number, cut in enumerate(cuts):
-                head = encode(start, cut) if start < cut < end else []
-                if ids[:len(head)] != head or control and end < cut < control.end():
-                    raise DataError("a token straddles the border between "
-                                    f"{rendered[max(0, cut - 20):cut]!r} and the answer "
-                                    f"{rendered[cut:cut + 20]!r}; the answer must begin with other text")
-                if head:
-                    segments[number] += ids[done:len(head)]
-                    done = len(head)
-            segments[bisect_left(cuts, end)] += ids[done:]
-            if control:
-                start = control.end()
-                segments[bisect_left(cuts, start)].append(self.tokenizer.special_ids[control[0].strip()])
-        return segments
+    Names of control tokens become these tokens, unless `mark`, which is left out, is inside them. Text
+    between two control tokens is encoded as a whole, so a cut within it must be between two tokens.
+    """
+    def encode(start: int, end: int) -> list[int]:
+        text = rendered[start:end].replace(mark, "")
+        return tokenizer.encode(text, is_first=not start) if start < end else []
+
+    segments: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
+    start = 0
+    for control in (*tokenizer.control_pattern.finditer(rendered), None):
+        end = control.start() if control else len(rendered)
+        ids, done = encode(start, end), 0
+        for number, cut in enumerate(cuts):
+            head = encode(start, cut) if start < cut < end else []
+            if ids[:len(head)] != head or control and end < cut < control.end():
+                raise DataError("a token straddles the border between "
+                                f"{rendered[max(0, cut - 20):cut]!r} and the answer "
+                                f"{rendered[cut:cut + 20]!r}; the answer must begin with other text")
+            if head:
+                segments[number] += ids[done:len(head)]
+                done = len(head)
+        segments[bisect_left(cuts, end)] += ids[done:]
+        if control:
+            start = control.end()
+            segments[bisect_left(cuts, start)].append(tokenizer.special_ids[control[0].strip()])
+    return segments
 
 
 class GenerationTag(Extension):

@@ -1,25 +1,32 @@
 """Kinds of data, and the worker processes that tokenize them in chunks."""
 
+import json
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer as Library
+
 from common.errors import DataError, PaddockError
 from data_pipeline.shards import Tokens
 from data_pipeline.sources import Reading, Source
-from tokenizer import load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
+# The share of all hashes that is held out, by small sets and large ones alike, so that no set trains on what
+# another one holds out. Large sets validate on the lowest LARGE_SET_FRACTION, and leave out the rest.
+HELD_OUT, LARGE_SET_FRACTION = 0.05, 0.005
 
 # in_order(function, chunks) yields (function(items), more) for each chunk (items, more) in order; a few
 # chunks per worker are in progress.
@@ -33,7 +40,7 @@ class PreparationOptions:
     tokenizer_path: str
     tokenizer_backend: str
     shard_tokens: int  # tokens in a full shard
-    validation_fraction: float | None  # held-out share of items, by hash of their text; None = by size
+    validation_fraction: float | None  # held-out share of items, by hash of their text; None = HELD_OUT
     workers: int = 0  # tokenizing processes, which do not affect the result; 0 = one per core
     max_documents: int = 0  # use only the first documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list unusable records
@@ -52,11 +59,15 @@ class WorkerSpec(NamedTuple):
     dtype: str  # of the ids
     validation_fraction: float
     common: frozenset[float]  # positions of the keys of too many items
+    reserved: float = 0.0  # items at lower positions are not trained on
 
     def key_of(self, item: Any) -> str:
         """Return the text that determines the item's split."""
         is_common = self.common and position_of(item.split_key) in self.common
         return item.whole_key if is_common else item.split_key
+
+    def split_of(self, item: Any) -> str:
+        return split_of(self.key_of(item), self.validation_fraction, self.reserved)
 
 
 class ChunkTokens(NamedTuple):
@@ -65,6 +76,8 @@ class ChunkTokens(NamedTuple):
     splits: dict[str, Tokens]
     refused: list[tuple[str, str]]  # (where, reason) of unusable items
     removed: Sequence[str] = ()  # descriptions of those that share text with evaluation items
+    reserved: int = 0  # items in no split
+    lost: Mapping[str, int] = {}  # characters that the vocabulary lacks
 
 
 class DataKind(NamedTuple):
@@ -82,10 +95,42 @@ def position_of(text: str) -> float:
     return int.from_bytes(sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
 
 
-def split_of(text: str, validation_fraction: float) -> str:
-    return SPLITS[position_of(text) < validation_fraction]
+def split_of(text: str, validation_fraction: float, reserved: float = 0.0) -> str:
+    """Return the split of a text by its hash; "" if the text is reserved for validation in other sets."""
+    position = position_of(text)
+    return "validation" if position < validation_fraction else "" if position < reserved else "train"
 
 
+class Coverage:
+    """Finds the characters that a tokenizer loses, other than by its declared normalizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.normalize, self.is_complete = tokenizer, str, True
+        if isinstance(tokenizer, Tokenizer):  # which has all bytes
+            return
+        loaded = Library.from_str(tokenizer.tokenizer_json)
+        model = json.loads(tokenizer.tokenizer_json)["model"]
+        if loaded.normalizer:
+            self.normalize = loaded.normalizer.normalize_str
+        unknown = model.get("unk_token")
+        self.unknown_id = model.get("unk_id") if unknown is None else loaded.token_to_id(unknown)
+        # Together, these characters have every byte of UTF-8, so nothing is lost if none of them is.
+        self.is_complete = False
+        probes = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x10000)])
+        self.is_complete = not any(map(self.lost, zip(probes)))
+
+    def lost(self, texts: Iterable[str]) -> Counter[str]:
+        """Return the characters that vanish or become the unknown token. Spaces do not count."""
+        lost: Counter[str] = Counter()
+        for text in () if self.is_complete else texts:
+            ids = self.tokenizer.encode(text)
+            kept = Counter(self.tokenizer.decode([token for token in ids if token != self.unknown_id]))
+            if Counter(text) - kept:
+                lost += Counter(self.normalize(text)) - kept
+        return Counter({name: count for name, count in lost.items() if name not in " \u2581"})
+
+
+coverage_of = lru_cache(maxsize=2)(Coverage)
 TOKENIZERS: dict[str, Any] = {}  # of this process, by hash
 
 

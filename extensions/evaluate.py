@@ -4,10 +4,11 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -22,7 +23,7 @@ from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
-from data_pipeline.templates import load_chat_format
+from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import MixedRows, Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
@@ -30,6 +31,7 @@ from extensions.inference.engine import Sampling, generate
 from extensions.inference.weights import load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
+from extensions.rewards import final_answer
 from extensions.settings import EvaluateConfig
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer
@@ -101,6 +103,8 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
                 if find_spec(name := package.replace("-", "_")) is None:
                     raise ImportError(f"No module named {name!r}")
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
+    chat_format = load_chat_format(tokenizer)
+    header = header_of(chat_format)
     for row in range(len(rows)):
         source_rows, within = rows, row
         if isinstance(rows, MixedRows):
@@ -112,12 +116,26 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
             answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
             start, end = ends[answer - 1:answer + 1].tolist()
             if end <= source_rows.most:
-                examples.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
+                ids = ids[:end].tolist()
+                # A template's {% generation %} may include the header, and what follows the end of the turn.
+                places = range(start, min(start + len(header), end) + 1)
+                start = next((place for place in places if ids[:place][-len(header):] == header), start)
+                words = [*takewhile(lambda token: token not in chat_format.stop_ids, ids[start:])]
+                examples.append(HeldOut(ids[:start], words))
             if len(examples) == config.prompts_to_answer:
                 return examples
     if not examples:
         raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
     return examples
+
+
+def header_of(chat_format: ChatFormat) -> list[int]:
+    """Return the tokens that prompts end in, after the end of the user's turn."""
+    prompts: list[list[int]] = []
+    with suppress(DataError):  # some templates require a system message
+        prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
+    return [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
 
 
 @collective
@@ -140,7 +158,8 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     prompts, references = ([tokenizer.decode(ids) for ids in column] for column in zip(*held_out))
     answers = [gathered[index] for index in range(len(held_out))]
     # Score on one rank, because importing the packages takes seconds.
-    metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
+    final = [*map(final_answer, answers, prompts)], [*map(final_answer, references, prompts)]
+    metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(*final)))
     metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references)))
     user_metrics = [config.metric.rpartition(":")[2]] if config.metric else []
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
@@ -162,9 +181,10 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
 def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
-    Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
-    with their defaults. ROUGE compares only lower-case Latin letters and digits, so it is 0 in other scripts;
-    ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it has no standard error.
+    Both are without thoughts. Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from
+    rouge-score and sacrebleu with their defaults. ROUGE compares only lower-case Latin letters and digits, so
+    it is 0 in other scripts; ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it
+    has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer

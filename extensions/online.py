@@ -37,6 +37,7 @@ from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
+from extensions.rewards import text_of
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
@@ -225,7 +226,7 @@ class Rollouts:
                                 f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
                                 "has none")
             messages, options = prompt_of("", record).messages, options_in(record, self.chat_format.fields)
-            message = {"role": "assistant", "content": str(answer)}
+            message = {"role": "assistant", "content": text_of(answer)}
             ids = self.chat_format.encode_answer(messages, message, options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
         return answers

@@ -25,6 +25,8 @@ class Misunderstood(float):
     """The reward 0 of an answer whose value is not understood; such answers are counted."""
 
 
+BEGINS_THOUGHTS = re.compile(r"<think(?:ing)?>|\[THINK\]")
+ENDS_THOUGHTS = re.compile(r"</think(?:ing)?>|\[/THINK\]")
 # How text, Markdown and LaTeX write numbers, and what replaces it, in this order.
 NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in (
     (r"[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
@@ -56,10 +58,25 @@ JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the 
 UNITS = frozenset("mgshlLJNWVACF")  # other single letters after a number are variables
 
 
+def final_answer(text: str, prompt: str = "") -> str:
+    """Return the answer in a text, which is all after its thoughts; "" if they do not end.
+
+    The prompt may begin them, and its text includes the header of the answer.
+    """
+    begun = re.search(rf"(?:{BEGINS_THOUGHTS.pattern})\s*$", prompt)
+    answer = ENDS_THOUGHTS.split((begun[0] if begun else "") + text)[-1]
+    return BEGINS_THOUGHTS.split(answer)[0].strip()
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text; 72.0, which tables with gaps make of 72, is 72."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def reference(record: Mapping[str, Any]) -> str:
     """Return the text of `record["answer"]`; ValueError if there is none, since any text contains that."""
     answer = record["answer"]
-    text = "" if answer is None or isinstance(answer, (list, dict)) else str(answer).strip()
+    text = "" if answer is None or isinstance(answer, (list, dict)) else final_answer(text_of(answer))
     if not text:
         raise ValueError(f"the record's answer is {answer!r:.80}, expected text or a number; correct the "
                          "record")
@@ -68,12 +85,12 @@ def reference(record: Mapping[str, Any]) -> str:
 
 def exact(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer is `record["answer"]`, apart from white space around it, else 0."""
-    return float(answer.strip() == reference(record))
+    return float(final_answer(answer, prompt) == reference(record))
 
 
 def contains(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer contains `record["answer"]`, else 0."""
-    return float(reference(record) in answer)
+    return float(reference(record) in final_answer(answer, prompt))
 
 
 def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -83,6 +100,7 @@ def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
 
 def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer's value is exactly that of `record["answer"]`, else 0; see docs/online.md."""
+    answer = final_answer(answer, prompt)
     wanted, given = final_value(text := reference(record), is_reference=True), final_value(answer)
     if wanted is None:
         raise ValueError(f"the record's answer {text[:80]!r} is not one number; correct the record, or use "
@@ -94,6 +112,7 @@ def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return what `numeric` does; where one is not a number, 1 if math-verify finds them equal, else 0."""
     from math_verify import parse, verify
 
+    answer = final_answer(answer, prompt)
     wanted, given = final_value(text := reference(record), is_reference=True), final_value(answer)
     if wanted is not None and given is not None:
         return float(given == wanted)
@@ -113,7 +132,7 @@ def final_value(text: str, is_reference: bool = False) -> Fraction | None:
     That is the only number in the last \\boxed{}, in <answer> or after a last ####; else the first one after
     "the answer is", continued over "="; else the last number. A reference has only one.
     """
-    text, is_only = text.rpartition("</think>")[2], True
+    text, is_only = final_answer(text), True
     if boxed := [*re.finditer(r"\\(?:boxed|fbox)\s*", text)]:
         text = first_argument(text[boxed[-1].end():])
     elif marked := re.findall(r"<answer>(.*?)</answer>|####([^\n]+)\s*$", text, re.DOTALL):

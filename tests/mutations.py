@@ -191,7 +191,7 @@ FAULTS = [
           "(chosen, True), (rejected, True)", "(rejected, True), (chosen, True)",
           f"{EXAMPLES}::test_every_pair_is_its_prompt_once_and_its_two_answers"),
     fault("chats: what is excluded from training is learned", "data_pipeline/chats.py",
-          '{"train": False} if train == {False}', '{"train": False} if False', "tests/data_pipeline/test_chat_records.py"),
+          '{"train": train == {True}} if train', '{"train": False} if False', "tests/data_pipeline/test_chat_records.py"),
     fault("sources: all splits of a hub dataset are one", "data_pipeline/sources.py", '"split": source.split or "train", "files"', '"files"',
           "tests/data_pipeline/test_sources.py::test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity"),
     fault("tokenizer: a NUL joins the text before it", "tokenizer.py", r'.replace(r"\p{N}]", r"\p{N}\x00]")', "",

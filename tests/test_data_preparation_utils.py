@@ -1,5 +1,6 @@
 """Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
 
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -26,7 +27,7 @@ from data_pipeline import prepare as preparation
 from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
-from data_pipeline.sources import Source
+from data_pipeline.sources import Source, identity_of
 from data_pipeline.workers import split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
 from plan.make import make_plan
@@ -48,7 +49,7 @@ def write_texts(path, texts):
 
 def prepare(source, tokenizer_path, output, **options):
     return prepare_set("documents", source, output, PreparationOptions(
-        tokenizer_path, "tiktoken", **{"shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options))
+        tokenizer_path, **{"tokenizer_backend": "tiktoken", "shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options))
 
 
 def tokenize_by(monkeypatch, tokenize):
@@ -69,7 +70,7 @@ def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_
     folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out")
     tokenizer, manifest = load_tokenizer(tokenizer_path, "tiktoken"), json.loads((folder / MANIFEST).read_text())
     for split in ("train", "validation"):
-        kept = [text for text in texts if split_of(text, 0.1) == split]
+        kept = [text for text in texts if split_of(identity_of(text), 0.1) == split]
         assert tokens_of(folder, split, tokenizer) == [i for text in kept for i in tokenizer.encode_document(text)]
         assert manifest["splits"][split]["documents"] == len(kept) > 5
     train = manifest["splits"]["train"]["shards"]
@@ -138,8 +139,124 @@ def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, 
     source = write_texts(tmp_path / "x.jsonl", texts)
     folder = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=None)
     split = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]
-    by_hash = sum(split_of(text, fraction) == "validation" for text in texts)
+    by_hash = sum(split_of(identity_of(text), fraction) == "validation" for text in texts)
     assert split["documents"] == max(1, by_hash)
+
+
+def documents_of(folder, split, tokenizer):
+    ids = np.array(tokens_of(folder, split, tokenizer))
+    return [tokenizer.decode(document[1:-1]) for document in np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])]
+
+
+def test_no_set_trains_on_what_another_one_holds_out(tmp_path, tokenizer_path):
+    """A small set and a large one with the same texts, written in other ways; the large one leaves out what the small one holds out."""
+    tokenizer, small = load_tokenizer(tokenizer_path), [f"Plank {number} is caf\u00e9-brown." for number in range(200)]
+    ways = [str.upper, lambda text: text + " ", lambda text: text.replace(" ", "\r\n\t"), lambda text: text.replace("\u00e9", "e\u0301")]
+    large = [*(ways[number % 4](text) for number, text in enumerate(small)), *(f"Beam {number}" for number in range(4300))]
+    one, other = (prepare(write_texts(tmp_path / f"{len(texts)}.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=None)
+                  for texts in (small, large))
+    held_out = {*map(identity_of, documents_of(one, "validation", tokenizer))}
+    trained, measured = ({*map(identity_of, documents_of(other, split, tokenizer))} for split in ("train", "validation"))
+    assert held_out == {text for text in map(identity_of, small) if split_of(text, 0.05) == "validation"}
+    assert len(held_out) > 5 and not held_out & trained and held_out & measured < held_out
+    manifest = json.loads((other / MANIFEST).read_text())
+    assert manifest["reserved"] == sum(split_of(identity_of(text), 0.05) == "validation" for text in large) - len(measured)
+    assert len(trained) + len(measured) + manifest["reserved"] == len(large)
+    assert f"Split: {manifest['reserved']} documents left out" in "\n".join(describe(other))
+
+
+@pytest.mark.parametrize("fraction, line", [
+    (0.2, "VALIDATION_FRACTION=0.2 is used; sets without it hold out 5%, so they train on what this one holds out"),
+    (0, "VALIDATION_FRACTION=0 is used; sets without it hold out 5%, so this one trains on what they hold out"), (0.05, "")])
+def test_a_fraction_that_is_set_is_used_and_said(tmp_path, tokenizer_path, fraction, line):
+    texts = [f"Tale {number}" for number in range(300)]
+    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=fraction)
+    held_out = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]["documents"]
+    assert held_out == sum(split_of(identity_of(text), fraction) == "validation" for text in texts)
+    assert [text for text in describe(folder) if text.startswith("Split: ")] == [f"Split: {line}"] * bool(line)
+
+
+def test_a_small_set_without_a_text_in_the_common_share_says_what_it_holds_out(tmp_path, tokenizer_path):
+    texts = [text for text in map(str, range(40)) if split_of(text, 0.05) == "train"]
+    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=None)
+    assert json.loads((folder / MANIFEST).read_text())["splits"]["validation"]["documents"] == 2
+    assert "so others are held out here; they train on what this one holds out" in "\n".join(describe(folder))
+
+
+def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not_continued(tmp_path, tokenizer_path, monkeypatch):
+    source, options = write_texts(tmp_path / "x.jsonl", stories(300)), {"journal_seconds": 0.0}
+    new = prepare(source, tokenizer_path, tmp_path / "new", **options)
+
+    def earlier(spec, documents, fail=False):
+        if fail and len(tokenized) > 2:
+            raise DataError("planted")
+        tokenized.append(documents)
+        return DOCUMENTS.tokenize(spec, [document._replace(split=split_of(document.text, 0.1)) for document in documents])
+
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    for name, fail in (("old", False), ("stopped", True)):
+        tokenized = []
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "RULES", 1)
+            tokenize_by(patch, partial(earlier, fail=fail))
+            with pytest.raises(DataError, match="planted") if fail else contextlib.nullcontext():
+                old = prepare(source, tokenizer_path, tmp_path / name, **options)
+    manifest = json.loads((old / MANIFEST).read_text())
+    del manifest["rules"]
+    (old / MANIFEST).write_text(json.dumps(manifest))
+    before = shards_of(old)
+    assert prepare(source, tokenizer_path, tmp_path / "old", **options) == old and shards_of(old) == before != shards_of(new)
+    assert "Split: the one of the earlier version that prepared this set" in "\n".join(describe(old))
+    resumed = prepare(source, tokenizer_path, tmp_path / "stopped", **options)
+    assert shards_of(resumed) == shards_of(new) and resumed.name == new.name == old.name
+
+
+def unigram(folder, **fields):
+    """Save a tokenizer of letters that has no bytes, with an unknown token or without one."""
+    folder.mkdir()
+    document = {"version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Lowercase"}, "post_processor": None,
+                "added_tokens": [{"id": 0, "content": "</s>", "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}],
+                "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+                "decoder": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+                "model": {"type": "BPE", "vocab": {name: number for number, name in enumerate(["</s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"])},
+                          "merges": [], **fields}}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return str(folder)
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_characters_that_a_vocabulary_lacks_are_counted(tmp_path, tokenizer_path, unknown):
+    source = write_texts(tmp_path / "x.jsonl", ["Er s\u00e4gt \u6a4b", "\u00e4\u00c4", "plain\nwords", "Fine"])
+    folder = prepare(source, unigram(tmp_path / "letters", unk_token=unknown), tmp_path / "out", validation_fraction=0, tokenizer_backend="auto")
+    assert json.loads((folder / MANIFEST).read_text())["skipped"]["lost"] == {"\u00e4": 3, "\u6a4b": 1, "\n": 1}
+    assert "Warning: 5 characters not in the vocabulary ('\u00e4' 3, '\u6a4b' 1, '\\n' 1)" in "\n".join(describe(folder))
+    whole = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=0)
+    assert "lost" not in json.loads((whole / MANIFEST).read_text())["skipped"]
+
+
+def test_dropout_of_a_tokenizer_is_off(tmp_path, tokenizer_path, capfd):
+    load_tokenizer(tokenizer_path).save_huggingface(tmp_path)
+    source, sets = write_texts(tmp_path / "x.jsonl", stories(20)), []
+    for dropout in (None, 0.5):
+        document = json.loads((tmp_path / "tokenizer.json").read_text())
+        document["model"] |= {"dropout": dropout, "ignore_merges": False}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        sets.append(shards_of(prepare(source, str(tmp_path), tmp_path / f"out-{dropout}", tokenizer_backend="auto")))
+        assert ("dropout of 0.5 is off" in capfd.readouterr().err) == bool(dropout)
+    assert sets[0] == sets[1]
+    assert json.loads(load_tokenizer(str(tmp_path)).tokenizer_json)["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.txt.gz"])
+def test_lines_may_end_in_cr_alone(tmp_path, tokenizer_path, name):
+    texts = stories(30)
+    lines = texts if name.startswith("x.txt") else [json.dumps({"text": text}) for text in texts]
+    sets = []
+    for end in "\n\r":
+        content = "".join(line + end for line in lines).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        sets.append(shards_of(prepare(Source(path=str(tmp_path / name), documents="line" * name.startswith("x.txt")), tokenizer_path, tmp_path / f"out{ord(end)}")))
+    assert sets[0] == sets[1]
 
 
 def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
@@ -182,7 +299,8 @@ def write_source(folder: Path, kind: str) -> str:
     for number, part in enumerate((texts[:100], texts[100:])):
         path = folder / f"{number}{kind.partition(' ')[0]}"
         if path.suffix == ".txt":
-            path.write_bytes("".join(f" = {text[6:9]} = \n{text}\n\nand more\n\n" for text in part).encode() + b"\xff\nend\n")
+            end = b"\r" if kind.endswith(" cr") else b"\n"
+            path.write_bytes("".join(f" = {text[6:9]} = \n{text}\n\nand more\n\n" for text in part).encode().replace(b"\n", end) + b"\xff\nend\n".replace(b"\n", end))
         elif path.suffix == ".parquet":
             rows = pyarrow.table({"text": [*part, None]})
             pyarrow.parquet.write_table(rows, path, row_group_size=50)
@@ -193,9 +311,9 @@ def write_source(folder: Path, kind: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json"])
+@pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json"])
 def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch, kind):
-    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.partition(" ")[2])
+    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.split()[1] if " " in kind else "")
     options = {"on_bad_record": "skip", "max_documents": 550, "validation_fraction": None, "journal_seconds": 0.0}
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     chunks, read = [], []
@@ -225,7 +343,7 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
     assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
     size = sum(path.stat().st_size for path in Path(source.path).iterdir())
     # A Parquet file of this size is read at once, and the first file, a sixth of the source, never again.
-    assert 0 < sum(read) < size * (0.6 if kind in (".jsonl", ".txt blank", ".txt line", ".txt wikitext") else 1.2)
+    assert 0 < sum(read) < size * (0.6 if kind in (".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext") else 1.2)
 
 
 def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch):

@@ -327,6 +327,17 @@ def test_a_local_task_is_judged_as_lm_evaluation_harness_does(harness, model, to
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("start", ["", "<|begin_of_text|>"])
+def test_a_rendered_chat_is_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path, start):
+    """Names of control tokens in a context are these tokens, and the start token is not doubled."""
+    written = [{"ctx": f"{start}<|start_header_id|>user<|end_header_id|>\n\n{record['ctx_a']}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+                "endings": record["endings"], "label": record["label"]} for record in records[:20]]
+    items = read_items(write_jsonl(tmp_path / "chats.jsonl", written), "EVAL_TASKS=a:")
+    assert_equal_judgement(harness(written, is_hellaswag=False), model, tokenizer, items)
+    assert (prepared(items, tokenizer)[0].tokens_T == tokenizer.bos_id).sum() == 1
+
+
+@pytest.mark.filterwarnings("default")
 def test_real_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, real_data):
     """Their contexts come without the split in two; with byte-like tokens the long ones, which are the last, do not fit."""
     path = real_data / "hellaswag_val.jsonl.gz"

@@ -1,25 +1,39 @@
 """Text to prompts and tokens to text: streams, models with a tokenizer, conversations, prompt files."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+
+from tokenizers import Tokenizer as Library
 
 from common.errors import DataError, unreadable
 from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
-from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Options, encode_rendered, load_chat_format
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer
-from tokenizer import CHAT_TEMPLATE
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 # Tokens decoded together. UTF-8 depends on at most four bytes, and the first token of a text may lose its
 # space, so a window of a few tokens decodes like the whole text.
 WINDOW = 16
 UNKNOWN = "\ufffd"  # replaces invalid or incomplete UTF-8
+
+
+@lru_cache(maxsize=8)
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens of single bytes, such as `<0x41>`, whose runs decode together, to text or U+FFFD."""
+    loaded = None if isinstance(tokenizer, Tokenizer) else Library.from_str(tokenizer.tokenizer_json)
+    if not loaded or "ByteFallback" not in repr(loaded.decoder):
+        return frozenset()
+    return frozenset(number for token, number in loaded.get_vocab().items()
+                     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
 
 class TextStream:
@@ -35,7 +49,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, stop
         self.stopped = False  # True after a stop string: later tokens are dropped
         first = max(0, len(prefix) - WINDOW // 2)
-        while first and prefix[first] in tokenizer.byte_fallback_ids:
+        while first and prefix[first] in byte_tokens(tokenizer):
             first -= 1
         self._window = list(prefix[first:])  # the newest tokens
         self._returned = len(tokenizer.decode(self._window))  # characters of the window already returned
@@ -45,7 +59,7 @@ class TextStream:
         """Return the text that this token completes."""
         self._window.append(int(token))
         # Byte tokens decode as a group, when the group ends.
-        if self.stopped or token in self._tokenizer.byte_fallback_ids:
+        if self.stopped or token in byte_tokens(self._tokenizer):
             return ""
         text = self._tokenizer.decode(self._window)
         certain = len(text) - text.endswith(UNKNOWN)
@@ -92,23 +106,11 @@ def text_prompt(tokenizer: Any, text: str | Sequence[int], parse_special: bool =
     """
     start = tokenizer.document_start_id
     if isinstance(text, str):
-        ids = encode_special(tokenizer, text) if parse_special else tokenizer.encode(text)
+        ids = encode_rendered(tokenizer, text)[0] if parse_special else tokenizer.encode(text)
         ids = ids if ids[:1] == [start] else [start, *ids]
     else:
         ids = text
     return Prompt(ids, tokenizer.stop_ids | {start}, ids)
-
-
-def encode_special(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text in which the names of control tokens mean these tokens."""
-    ids, start = [], 0
-    for match in (*tokenizer.control_pattern.finditer(text), None):
-        piece = text[start:match.start() if match else None]
-        ids += tokenizer.encode(piece, is_first=not start) if piece else []
-        if match:
-            ids.append(tokenizer.special_ids[match[0].strip()])
-            start = match.end()
-    return ids
 
 
 def note_of_controls(tokenizer: Any, texts: Iterable[str], advice: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from factories import write_jsonl
 
 from common.errors import DataError
-from data_pipeline.chats import MARKS, read_examples
+from data_pipeline.chats import MARKS, prompt_of, read_examples
 from data_pipeline.shards import TokenizerInfo
 from data_pipeline.sources import Reading, Source, read_texts
 from data_pipeline.templates import is_target
@@ -414,3 +414,9 @@ def test_rows_streamed_by_datasets_lose_added_nulls_and_keep_those_in_json(tmp_p
         assert [example.options["tools"] for example in examples] == [chat["tools"] for chat in chats], folder
         called = [[each["function"] for each in example.messages[1]["tool_calls"]] for example in examples]
         assert called == calls, folder
+
+
+@pytest.mark.parametrize("value, text", [("72.00", "72"), ("1.50", "1.50"), ("-0.0", "0"), ("1E+2", "100"), ("NaN", "NaN"), ("Infinity", "Infinity")])
+def test_a_whole_decimal_of_a_table_is_written_without_its_places(value, text):
+    example = prompt_of("x:1", {"prompt": "How many?", "answer": decimal.Decimal(value)})
+    assert json.loads(example.record)["answer"] == text

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_pipeline.templates import load_chat_format
+from data_pipeline.templates import encode_rendered, load_chat_format
 from data_pipeline.vocabulary import train_bpe
-from extensions.inference.text import encode_special, note_of_controls
+from extensions.inference.text import note_of_controls
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
@@ -290,7 +290,7 @@ def test_text_never_becomes_a_control_token_that_is_only_named_elsewhere_or_writ
     prompt = chat_format.encode_prompt([{"role": "user", "content": text}])
     assert [prompt.count(ids[name]) for name in names] == [2, 1, 0, 0, 0, 0, 1, 1, 1], "the template's own, and what is not control"
     assert chat_format.tokenizer.decode(prompt) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    assert encode_special(tokenizer, "a<|id|>") == [*tokenizer.encode("a"), ids["<|id|>"]] and "<|im_end|>" in note_of_controls(tokenizer, [text], "")
+    assert encode_rendered(tokenizer, "a<|id|>")[0] == [*tokenizer.encode("a"), ids["<|id|>"]] and "<|im_end|>" in note_of_controls(tokenizer, [text], "")
     tokenizer.save_huggingface(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     assert load_tokenizer(str(tmp_path)).sha256 == tokenizer.sha256, "a saved folder has the same tokenizer"

