@@ -218,8 +218,9 @@ An interrupted preparation continues where it stopped.""")
 
     group = parser.add_argument_group("preparation")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
-    add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
-        "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
+    add("--decontaminate", "FILE", f"drop {items} that share 13 words in a row, or a whole text of 8 to 12, "
+        "with an evaluation item; FILE is HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; "
+        "also a folder or glob")
     add("--on-bad-record", "HOW", "for an unusable record: fail, or skip and list it [fail]",
         choices=("fail", "skip"), default="fail")
     add("--output", "FOLDER", f"folder for prepared sets; each gets its own subfolder [{OUTPUTS[kind]}]",
