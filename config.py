@@ -79,7 +79,7 @@ class DataConfig(Section):
     grpo_data_path: Optional[str] = safe(None, "prepared prompts")
     cache_dir: Optional[str] = safe(
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
-    hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
+    hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl, .parquet, ...)")
     eval_tasks: Optional[str] = safe(
         None, "more multiple-choice sets, scored as written: name:file,name:file,...", separator=",")
     tokenizer_path: Optional[str] = safe(None, "tiktoken BPE file, tokenizer.json, or hub name")

@@ -193,8 +193,8 @@ An interrupted preparation continues where it stopped.""")
 
     group = parser.add_argument_group("source of the records")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), or a "
-        f"folder saved by `datasets`; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
+        f"folder or glob of .jsonl .json .csv .parquet .arrow{' .txt' if is_text else ''} (also compressed), "
+        f"or a folder saved by `datasets`; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
         f'0.7, and any of label config split revision files map{" column documents" if is_text else ""}}}, '
         '...]}; '
@@ -219,8 +219,8 @@ An interrupted preparation continues where it stopped.""")
     group = parser.add_argument_group("preparation")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--decontaminate", "FILE", f"drop {items} that share 13 words in a row, or a whole text of 8 to 12, "
-        "with an evaluation item; FILE is HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; "
-        "also a folder or glob")
+        "with an evaluation item; FILE is HELLASWAG_PATH's, or .jsonl .json .csv .parquet .arrow of any "
+        "columns; also a folder or glob")
     add("--on-bad-record", "HOW", "for an unusable record: fail, or skip and list it [fail]",
         choices=("fail", "skip"), default="fail")
     add("--output", "FOLDER", f"folder for prepared sets; each gets its own subfolder [{OUTPUTS[kind]}]",

@@ -1,6 +1,7 @@
 """Evaluations that generate text (ROUGE, BLEU, samples), and those of a saved model, by lm-eval too."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -8,13 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 
-from checkpoint import peft, schema, store
+from checkpoint import huggingface, peft, schema, store
 from common.activity import foreign_call, phase
 from common.errors import DataError, SettingsError, requires_package
 from common.files import json_sha256
@@ -234,6 +236,12 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
 # ------------------------------------------------------------------------------------------ a saved model
 
 
+def context_of(folder: Path) -> Optional[int]:
+    """Return the number of tokens that a model was made for; None for adapters without a config.json."""
+    path = folder / "config.json"
+    return huggingface.context_length(huggingface.read_model_json(path)) if path.is_file() else None
+
+
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     """Return a checkpoint's settings, or the defaults for other models, changed by flags and other data."""
     saved = store.read_state(folder).get("settings", {})
@@ -242,7 +250,9 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     merged |= {"device": ("auto", ""), "compile": (False, ""), "sharding": ("none", ""),
                "cpu_offload": (False, ""), "world_size": (os.environ.get("WORLD_SIZE", "1"), "environment")}
     if not saved:
+        usual = Config.model_fields["max_seq_len"].default
         merged["tokenizer_path"] = (str(folder), "")
+        merged["max_seq_len"] = (min(context_of(folder) or usual, usual if data else math.inf), str(folder))
     if data is not None:
         first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
         prepared = prepared_folder(Path(first_set))
@@ -280,6 +290,9 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids, but the "
                         f"model has {model.vocab_size:,}; use the model's tokenizer")
+    if config.max_seq_len > (context_of(folder) or config.max_seq_len):
+        context.log.warn(f"warning: {folder} was made for {context_of(folder):,} tokens, and is evaluated on "
+                         f"up to MAX_SEQ_LEN={config.max_seq_len:,}")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
     read = partial(open_evaluation_inputs, config, tokenizer)
@@ -287,8 +300,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     measured = ranks.raise_on_all(lambda: verified or read("never"))
     inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
     inputs = extension.inputs(config, inputs, ranks)
-    for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
-        context.log.info(unused)
+    for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):
+        context.log.info(note)
     rows = inputs.validation_rows
     if any(getattr(source, "truncated", 0) for source in getattr(rows, "source_rows", [rows])):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "

@@ -239,9 +239,9 @@ class Check:
                 items = choices.tasks if choices else read_items(named.path, named.setting)
                 when = (f"evaluated every {counted(config.hellaswag_every, 'step')}"
                         if config.hellaswag_every else "never evaluated (HELLASWAG_EVERY=0)")
-                unused = f"\n{choices.unused}" if choices and choices.unused else ""
+                notes = "".join(f"\n{note}" for note in choices.notes) if choices else ""
                 questions = f"{counted(len(items), 'question')} ({named.title})"
-                self.line("evaluation", f"{questions} from {named.path}, {when}{unused}")
+                self.line("evaluation", f"{questions} from {named.path}, {when}{notes}")
 
         if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):

@@ -21,8 +21,8 @@ from data_preparation_utils import FlagParser, non_empty
 def main(argv: list[str]) -> None:
     parser = FlagParser(__doc__, epilog="The only setting used here is HF_TOKEN.")
     for flag, metavar, meaning, default in (
-            ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "
-             "fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
+            ("--source", "SOURCE", "a dataset on the hub, or a .jsonl, .csv or .parquet file, local or on "
+             "any fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
             ("--split", "NAME", "the split of the hub dataset or folder [validation]", None),
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
@@ -42,10 +42,9 @@ def main(argv: list[str]) -> None:
         with (atomic_write(output) as unfinished, open(unfinished, "w", encoding="utf-8") as file,
               tqdm(records, desc="Checking items", unit=" items") as bar):
             for where, record in bar:
-                # Values that JSON lacks are in other columns, or refused as text.
-                line = json.dumps(record, default=lambda value: None)
-                parse_item(line.encode(), where)
-                file.write(line + "\n")
+                parse_item(record, where)
+                # Values that JSON lacks are in other columns.
+                file.write(json.dumps(record, default=lambda value: None) + "\n")
                 count += 1
             if not count:
                 raise DataError(f"{flags.source}: contains no items; choose another --source")

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,8 @@ def print_overview(run: Run) -> None:
         info(line)
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
         info("Validation: bits per byte are not available, because the tokenizer is not byte-level")
-    for unused in filter(None, (choices.unused for choices in run.inputs.choice_sets)):
-        info(f"Evaluation: {unused}")
+    for note in chain.from_iterable(choices.notes for choices in run.inputs.choice_sets):
+        info(f"Evaluation: {note}")
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
