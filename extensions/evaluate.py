@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from common.errors import DataError, SettingsError, requires_package
 from common.files import json_sha256
 from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
+from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
@@ -48,6 +50,10 @@ from tokenizer import load_tokenizer
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 HELD_OUT_SAMPLES = 2
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
+# Letters of scripts without spaces: Chinese, and Thai to Burmese, Khmer and Japanese.
+HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]")
+LATIN, LETTER = re.compile("[A-Za-z]"), re.compile(r"[^\W\d_]")
 
 
 class HeldOut(NamedTuple):
@@ -147,10 +153,11 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
+    kind = "" if (words := bleu_tokenizer(references)) == "13a" else f" ({words})"
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
                f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
-               f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
+               f"BLEU{kind}: {percent['bleu']:.2f} | N: {len(answers)}")
     summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
                        f"{metrics[f'generation_{name}_stderr']:.2g}" for name in user_metrics)
     table = [Row("generation", name, metrics[f"generation_{name}"],
@@ -163,24 +170,47 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
     Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
-    with their defaults. ROUGE compares only lower-case Latin letters and digits, so it is 0 in other scripts;
-    ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it has no standard error.
+    with their defaults, or with words of other scripts: by default, ROUGE compares only Latin letters and
+    digits, and BLEU what spaces separate. ROUGE-Lsum compares line by line. BLEU is computed over the whole
+    corpus, so it has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    rouge, pairs = RougeScorer([*ROUGE.values()]), [*zip(answers, references)]
+    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in (None, Words)], [
+        *zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
-    scores = [rouge.score(reference, answer) for answer, reference in pairs]
+    scores = [rouge[2 * count(LATIN, reference) < count(LETTER, reference)].score(reference, answer)
+              for answer, reference in pairs]
     rouge_N = {name: np.array([score[kind].fmeasure for score in scores]) for name, kind in ROUGE.items()}
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
               "exact_match_stderr": standard_error(exact_N.astype(float)),
               **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},
               "rouge_l_stderr": standard_error(rouge_N["rouge_l"]),
-              "bleu": corpus_bleu(answers, [references]).score / 100}
+              "bleu": corpus_bleu(answers, [references], tokenize=bleu_tokenizer(references)).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
             {"exact": schema.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
+
+
+def count(pattern: re.Pattern, *texts: str) -> int:
+    return sum(len(pattern.findall(text)) for text in texts)
+
+
+class Words:
+    """A tokenizer for rouge-score: the words of any script; each Chinese or Japanese character is one."""
+
+    @staticmethod
+    def tokenize(text: str) -> list[str]:
+        return WORD.findall(text.casefold())
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """Return the name of sacrebleu's tokenizer for the script of most letters."""
+    han, other = count(HAN, *references), count(UNSPACED, *references)
+    if 2 * (han + other) <= count(LETTER, *references):
+        return "13a"
+    return "char" if 10 * other > han else "zh"
 
 
 @cache

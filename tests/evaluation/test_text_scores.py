@@ -43,6 +43,32 @@ def test_exact_match_and_means_with_their_errors():
     assert found["generation_rouge_lsum"] == found["generation_rouge_1"]
 
 
+@pytest.mark.parametrize("answers, references, tokenizer", [
+    (["今天天气很好，我们去公园吧。", "他不喜欢吃鱼"], ["今天的天气很好，我们去公园玩。", "他不喜欢吃鱼。"], "zh"),
+    (["きょうはいい天気ですね。", "魚は食べません"], ["きょうは天気がいいですね。", "魚は食べませんよ"], "char"),
+    (["วันนี้อากาศดีมาก"], ["วันนี้อากาศดี"], "char"),
+    (["Сегодня хорошая погода, идём в парк", "Он не любит рыбу."], ["Сегодня очень хорошая погода, идём в парк", "Он не любит рыбу."], "13a"),
+    (["We met 王先生 in the park today, and went home"], ["We met 王先生 in the park, and then went home"], "13a")])
+def test_scores_of_other_scripts_compare_their_words(answers, references, tokenizer):
+    """By sacrebleu's tokenizer for the language, and rouge-score of the same words written as Latin ones."""
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+
+    found = score_texts(answers, references)[0]
+    assert found["generation_bleu"] == pytest.approx(sacrebleu.BLEU(tokenize=tokenizer).corpus_score(answers, [references]).score / 100) and (
+        found["generation_bleu"] > 0.1)
+    assert all(score_texts(texts, texts)[0][f"generation_rouge_{kind}"] == 1 for texts in (answers, references) for kind in ("1", "l"))
+    spelled = {}
+
+    def in_latin(text):
+        words = re.findall("[a-z0-9]+" if tokenizer == "13a" and "We" in text else "[\u3040-\u30ff\u3400-\u9fff]|[^\\W_\u3040-\u30ff\u3400-\u9fff]+", text.lower())
+        return " ".join(spelled.setdefault(word, f"w{len(spelled)}") for word in words)
+
+    pairs = [(in_latin(reference), in_latin(answer)) for answer, reference in zip(answers, references)]
+    expected = [RougeScorer(["rougeL"]).score(*pair)["rougeL"].fmeasure for pair in pairs]
+    assert found["generation_rouge_l"] == pytest.approx(np.mean(expected))
+
+
 def test_bleu_is_that_of_all_answers_together():
     import sacrebleu
 
