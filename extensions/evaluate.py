@@ -79,7 +79,7 @@ class Evaluate(Extension):
     @collective
     def run_start(self, run: Run) -> None:
         if self.held_out and run.config.metric:  # refuse a bad METRIC before the first step
-            run.ranks.on_rank0(lambda: function_of(run.config.metric).start())
+            run.ranks.on_rank0(lambda: check_metric(run.config, run.inputs.tokenizer, self.held_out))
 
     def further_evaluations(self, run: Run) -> Iterator[Evaluation]:
         if self.held_out:
@@ -217,6 +217,12 @@ def bleu_tokenizer(references: Sequence[str]) -> str:
 def function_of(metric: str) -> Rewards:
     """Return the function of METRIC, in a process that all evaluations share."""
     return Rewards(f"METRIC={metric}", [(metric, 1.0)])
+
+
+def check_metric(config: Config, tokenizer, held_out: Sequence[HeldOut]) -> None:
+    """Raise an error if METRIC cannot be imported, or reads more of a record than the reference answer."""
+    prompt, record = tokenizer.decode(held_out[0].prompt), {"answer": tokenizer.decode(held_out[0].answer)}
+    function_of(config.metric).check([(prompt, json.dumps(record))], "change the function")
 
 
 def own_score(metric: str, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]

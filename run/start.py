@@ -606,11 +606,11 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     if is_online and not objectives.ONLINE:
         raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
     rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
+    context.ranks.raise_on_all(lambda: rollouts and rollouts.check(inputs))
     if is_online and not config.distillation_enabled:
         reference = None
         if config.grpo_beta:
             reference, _ = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
-        context.ranks.raise_on_all(rollouts.rewards.start)
         return objectives.ONLINE["grpo"](config, rollouts, reference), inputs
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs

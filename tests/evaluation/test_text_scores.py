@@ -89,6 +89,7 @@ def same(prompt, answer, record): return answer == record["answer"] or prompt ==
 def none(prompt, answer, record): return None
 def endless(prompt, answer, record): return float("inf")
 def bleu(prompt, answer, record): return 1
+def other(prompt, answer, record): return record["hint"]
 """
 
 
@@ -124,6 +125,7 @@ def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, s
     ("scores:none", "METRIC=scores:none has no score for the answer '"), ("scores:endless", "are not finite; the function gets"),
     ("scores:absent", "METRIC=scores:absent: a function cannot be imported: AttributeError"),
     ("no_such_module:f", "a function cannot be imported: ModuleNotFoundError"),
+    ("scores:other", "METRIC=scores:other reads a column 'hint', but the records have no 'hint': they have 'answer'; change the function"),
     ("scores", "METRIC=scores does not have the form module:function"), ("scores:bleu", "is the name of another metric")])
 def test_a_metric_that_is_no_number_or_cannot_be_imported_ends_the_run(metric, words, scores, stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, METRIC=metric, **GENERATION)
