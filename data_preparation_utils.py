@@ -228,7 +228,8 @@ An interrupted preparation continues where it stopped.""")
     return parser
 
 
-def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_plan: bool = False) -> Path:
+def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_plan: bool = False,
+                       holds_out: bool = True) -> Path:
     """Prepare the data that a command line and the settings describe, or `only_plan`; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
@@ -236,7 +237,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(
-        config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
+        config.tokenizer_path, config.tokenizer_backend, config.shard_tokens,
+        config.validation_fraction if holds_out else 0.0,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
         system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "",

@@ -66,7 +66,9 @@ CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 GENERATION_FILES = ["config.json", "generation_config.json"]
 SUPPRESSED = "suppress_tokens"  # ids that are never sampled
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", *GENERATION_FILES]
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # by name
+HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", MORE_TEMPLATES,
+                     *GENERATION_FILES]
 
 # Llama 3's chat format.
 CHAT_TEMPLATE = """\
@@ -93,7 +95,8 @@ class BaseTokenizer:
     added_tokens: Sequence[dict] = ()  # of a tokenizer.json
     special_tokens: list[dict]  # the special ones among them
     special_ids: dict[str, int]
-    chat_template: str | None
+    chat_template: str | None  # the default one
+    named_templates: Mapping[str, str] = {}  # others; with tools, `tool_use` is used
     generation: Mapping[str, Any] = {}  # of the model, by `read_generation`
 
     @property
@@ -154,7 +157,12 @@ class BaseTokenizer:
                   "clean_up_tokenization_spaces": False}
         files = {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
                  "special_tokens_map.json": json.dumps(names, indent=2)}
-        if chat_template is not None:
+        if self.named_templates:
+            templates = {"default": chat_template} if chat_template else {}
+            config["chat_template"] = [{"name": name, "template": template} for name, template
+                                       in (templates | self.named_templates).items()]
+            files["tokenizer_config.json"] = json.dumps(config, indent=2)
+        elif chat_template is not None:
             files["chat_template.jinja"] = chat_template
         for name, content in files.items():
             (Path(folder) / name).write_text(content, encoding="utf-8")
@@ -303,18 +311,22 @@ class HuggingFaceTokenizer(BaseTokenizer):
             if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
                 self.control_tokens[role] = here[0]
 
-        # The chat template, from its file or the configuration.
-        template_file, template = file.parent / "chat_template.jinja", config.get("chat_template")
+        # The chat templates, from their files or the configuration, as in transformers.
+        templates, paths = config.get("chat_template") or {}, {"default": file.parent / "chat_template.jinja"}
+        paths |= {path.stem: path for path in sorted(file.parent.glob(MORE_TEMPLATES))}
         try:
-            template = read_text(template_file) if os.path.lexists(template_file) else template
+            templates = {name: read_text(path) for name, path in paths.items() if os.path.lexists(path)
+                         } or templates
         except UnicodeDecodeError as error:
-            raise DataError(f"{setting}: {template_file} is not text: {error}; get a new copy") from error
-        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        if not isinstance(template, str | None):
+            raise DataError(f"{setting}: a chat template beside {file} is not text: {error}; get a new copy"
+                            ) from error
+        if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+            templates = {entry.get("name"): entry.get("template") for entry in templates}
+        templates = dict(templates) if isinstance(templates, dict) else {"default": templates}
+        if not all(isinstance(text, str) for text in (*templates, *templates.values())):
             raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
                             "it")
-        self.chat_template = template
+        self.chat_template, self.named_templates = templates.pop("default", None), templates
 
         # The ids.
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}

@@ -28,7 +28,7 @@ from config import LINEAR_LAYERS, SCALING_SETTINGS, ModelConfig, extension_modul
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
-             "ignore_patterns": ["*/*"]}
+             "ignore_patterns": ["*/*.safetensors", "*/*.json", "*/*.md"]}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id

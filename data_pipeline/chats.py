@@ -92,7 +92,7 @@ WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens, segments or split of a record change.
-EXAMPLES_VERSION = 5
+EXAMPLES_VERSION = 6
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
@@ -142,14 +142,14 @@ def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def read_examples(kind: str, source: Source, reading: Reading, fields: Names = ()) -> Iterator[Example]:
+def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (),
+                  tool_fields: Names = ()) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
-    `fields` are those that the chat format writes besides role and content. All fields that are not used are
-    dropped and counted.
+    `fields` are those that the chat format writes besides role and content, and `tool_fields` those of its
+    format with tools, if that is another one. All fields that are not used are dropped and counted.
     """
     mapped = source.renamed.keys()
-    unwritten = [name for name in ("name", "reasoning_content") if name not in fields]
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         dropped: list[str] = []
@@ -163,16 +163,17 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
             else:
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
-            options = options_in(record, fields, dropped.append)
+            options = options_in(record, {*fields, *tool_fields}, dropped.append)
+            written = tool_fields if tool_fields and "tools" in options else fields
             media = [name for name in MEDIA if record.get(name)]
             if media and any(MEDIA_PLACE.search(text) for each in examples for text in each.texts):
                 raise DataError(f"its text refers to its {media[0]}; only text is supported, leave it out")
             for message in (message for each in examples for message in (*each.messages, *each.answers)):
-                if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
+                if "tool_calls" not in written and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
                                     "chat_template.jinja with tool_calls beside tokenizer.json")
-                for name in unwritten:
-                    if name in message and message["role"] != "tool":
+                for name in ("name", "reasoning_content"):
+                    if name not in written and name in message and message["role"] != "tool":
                         dropped.append(f"messages[].{name}")
                         del message[name]
         except DataError as error:
@@ -478,6 +479,8 @@ def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict
     is_elsewhere = content is None and not {*CONTENTS}.isdisjoint(others)
     if content_name not in message and not is_optional or is_elsewhere:
         raise DataError(f"{name} has no {content_name!r}; it has {columns_of(message)}")
+    if isinstance(content, list) and len(content) > 1:
+        read["parts"] = [part.get("text") for part in content if isinstance(part, Mapping)]
     content = _text_of(f"{name}.{content_name}", content, drop, is_optional, may_be_blank)
     read |= {key: message.get(key) for key in ("name", "tool_call_id") if key in FIELDS[role]}
     read = {"role": role, "content": content} | {key: value for key, value in read.items() if value}
@@ -621,7 +624,9 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     chat_format = load_chat_format(tokenizer)
     if kind != "prompts":
         chat_format.check_training()
-    return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields), tokenize_examples,
+    tools = chat_format.with_tools
+    fields = {"fields": chat_format.fields, "tool_fields": tools.fields if tools else ()}
+    return DataKind(kind, partial(read_examples, kind, **fields), tokenize_examples,
                     partial(decode_examples, kind),
                     {"kind": kind, "chat_format_sha256": chat_format.sha256, "system_prompt": system_prompt,
                      "examples_version": EXAMPLES_VERSION})
@@ -666,7 +671,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
             refused.append((example.where, str(error)))
             continue
         checked = segments if example.label is None else [segments[0], segments[1 if example.label else 2]]
-        if not example.record and (fault := _label_fault(example, checked, chat_format)):
+        if not example.record and (fault := _label_fault(example, checked, chat_format.of(options))):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
         accepted[split_of(keys[number], spec.validation_fraction)].append(segments)

@@ -298,7 +298,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
                                 "settings of a DPO run; use a DPO checkpoint, or text or chats")
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
-                   "validate_every": (1, "")}
+                   "validate_every": (1, ""), "validation_data_path": (None, "")}
         if stage != saved_stage:  # cross-entropy on text or chats
             merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, ""),
                        "metric": ("", "")}

@@ -275,7 +275,8 @@ class Rollouts:
             if not isinstance(answer, (str, int, float)):
                 raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
                                 f"each record ({', '.join(ANSWERS)}), but {text[:SHOWN_RECORD]} has none")
-            messages, options = prompt_of("", record).messages, options_in(record, self.chat_format.fields)
+            messages = prompt_of("", record).messages
+            options = options_in(record, self.chat_format.all_fields)
             message = {"role": "assistant", "content": str(answer)}
             ids = self.chat_format.encode_answer(messages, message, options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group

@@ -36,6 +36,7 @@ from config import (
     rules,
     shape_rules,
 )
+from data_pipeline.templates import text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.optim import Optimizer
@@ -162,6 +163,8 @@ def decide_compile(config: Config, loaded: Settings) -> Config:
 def read_inputs(config: Config, verify: bool) -> Inputs:
     """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if config.training_stage != "pretrain":
+        text_tokenizer(tokenizer)  # finds the end of turn, which saved folders name
     if verify:
         dataloaders.cache_of(config).check()
     mode = config.verify_data if verify else "never"
@@ -177,8 +180,11 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
     held_out = f", {rows.describe()} held out" if rows else ""
-    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
-                  description=f"{train.describe()}{held_out} from {config.data_path}")
+    description = f"{train.describe()}{held_out} from {config.data_path}"
+    if own := config.validation_data_path:
+        description = f"{train.describe()} from {config.data_path}, and from {own} " + (
+            f"{rows.describe()} to validate on" if rows else "nothing, since VALIDATE_EVERY=0")
+    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint, description=description)
 
 
 def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def read(kind, tmp_path, *records, **options):
     ({"prompt": "Why?", "completion": "So."}, [ASK, SAY]),
     ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "input_text", "text": "y?"}]},
-                   {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [ASK, SAY]),
+                   {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [{**ASK, "parts": ["Wh", "y?"]}, SAY]),
     # Messages as their JSON, as in columns of tables.
     ({"messages": json.dumps([SYSTEM, ASK, SAY])}, [SYSTEM, ASK, SAY]),
     ({"prompt": json.dumps([ASK]), "completion": f" {json.dumps([SAY], indent=1)}\n"}, [ASK, SAY]),
