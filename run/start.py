@@ -555,25 +555,30 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
         ranks.raise_on_all(lambda: adapter.check_base(start.remembered["base_sha256"], start.base))
         token_ids = adapter.token_ids
     elif config.lora_train_tokens != "none":
-        token_ids = ranks.broadcast(ranks.on_rank0(lambda: token_ids_to_train(config, inputs, start.base)))
+        token_ids, model.unused_untrained_ids = ranks.broadcast(ranks.on_rank0(
+            lambda: token_ids_to_train(config, inputs, start.base)))
     ranks.raise_on_all(lambda: lora.add_adapters(model, config, generator, token_ids))
     lora.cast_base(model, dtype)
     return model, adapter
 
 
-def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
+def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> tuple[huggingface.TokenIds, list[int]]:
     """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects.
 
-    `auto` includes the rows that the base lacks.
+    `auto` selects tokens of the data that the base has not learned, and the rows that it lacks. Also return
+    the other tokens that it has not learned.
     """
-    used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
-    parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size)
-    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].full()
-    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
-    if config.lora_train_tokens == "auto":
-        rows = huggingface.vocabulary_rows(huggingface.load_model_weights(base))
-        ids = sorted({*ids, *range(rows, inputs.tokenizer.vocab_size)})
-    return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
+    layers = ["tok_embeddings"] + ([] if config.tie_embeddings else ["output"])
+    setting, tokenizer, others = config.lora_train_tokens, inputs.tokenizer, []
+    if setting != "auto":
+        ids = lora.named_tokens(setting, tokenizer.special_ids)
+    else:
+        used, rows = inputs.used_ids(), huggingface.vocabulary_rows(huggingface.load_model_weights(base))
+        head = model_utils.read_parameters(base, config, rows)[f"{layers[-1]}.weight"].first_rows(rows)
+        untrained = {*lora.untrained_tokens(used, tokenizer.special_ids, head.full())}
+        ids = sorted(untrained.intersection(used).union(range(rows, tokenizer.vocab_size)))
+        others = sorted(untrained.difference(used, range(tokenizer.vocab_size, rows)))
+    return dict.fromkeys(layers, ids), others
 
 
 def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
