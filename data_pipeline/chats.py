@@ -337,8 +337,11 @@ def _joined(prompt: Messages, context: Messages) -> Messages:
 
 def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop) -> Example:
     """Return the answer in a record, and whether its label calls it good."""
-    if record["label"] not in (True, False):
-        raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
+    label = record["label"]
+    with suppress(ValueError, RecursionError):  # CSV has only text
+        label = json.loads(label.lower()) if isinstance(label, str) else label
+    if label not in (True, False):
+        raise DataError(f"has the label {label!r:.40}, expected true or false")
     dialog, *more = _dialogs_in(record, columns, drop, "label")
     if more:
         raise DataError("has several instances, but one label")
@@ -347,7 +350,7 @@ def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop
     if not is_target(check_turns(dialog, "assistant")[-1]):
         raise DataError("its answer is excluded from training by a mark; leave it out")
     *prompt, answer = _unmarked(dialog)
-    return Example(where, check_turns(prompt, "user"), (answer,), label=bool(record["label"]))
+    return Example(where, check_turns(prompt, "user"), (answer,), label=bool(label))
 
 
 def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> Example:
@@ -434,6 +437,10 @@ def messages_in(name: str, value: Any, role: str = "", drop: Drop = str, may_be_
     value = json_in(name, value, list) if isinstance(value, str) and not role else _parsed(name, value)
     if isinstance(value, str):
         return [{"role": role, "content": text_in(name, value)}]
+    if isinstance(value, Mapping) and value and all(isinstance(each, list) for each in value.values()):
+        if len({*map(len, value.values())}) > 1:  # a table can hold messages as an object of lists
+            raise DataError(f"{name} is an object of lists of unequal lengths, expected a value a message")
+        value = [dict(zip(value, each)) for each in zip(*value.values())]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):

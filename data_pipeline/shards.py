@@ -441,7 +441,8 @@ def prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool
     if stream is None or not stream.shards:
         more = "prepare more documents"
         if split == "validation":
-            more += " (see --documents), with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0"
+            more += (" (see --documents), with a larger VALIDATION_FRACTION, or set VALIDATION_DATA_PATH, or "
+                     "VALIDATE_EVERY=0")
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
     if segments:
         stream, dtype = stream.segments, "uint32"

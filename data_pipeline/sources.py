@@ -596,7 +596,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
-        check_start(file.url, start, is_text=True)
+        check_start(file.url, start, is_text=True, by_suffix=True)
         if file.format == "text":
             if not reading.position.record:  # --on-bad-record skip must not accept a binary file
                 first = start.removesuffix(b"\n").split(b"\n")

@@ -24,6 +24,7 @@ from common.errors import DataError, SettingsError
 from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
+from extensions.inference.text import read_prompts
 
 
 def datasets():
@@ -669,6 +670,17 @@ def test_the_new_name_for_a_packed_file_that_is_named_like_text_works(tmp_path, 
             texts_of(tmp_path / name)
         (tmp_path / name).rename(tmp_path / str(refused.value).rpartition(" ")[2])
         assert texts_of(tmp_path / str(refused.value).rpartition(" ")[2])[0] == ["So."]
+
+
+def test_a_packed_file_gets_advice_that_passes_the_same_check(tmp_path):
+    """A name that is right already, and readers that do not go by the suffix."""
+    for name, read in (("x.jsonl.gz", texts_of), ("prompts.jsonl.gz", lambda path: read_prompts(str(path))), ("prompts.jsonl", lambda path: read_prompts(str(path)))):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(gzip.compress(jsonl("So.").encode())) if name[0] == "x" else gzip.compress(b'{"prompt": "So."}'))
+        with pytest.raises(DataError, match="it is not text but a .gz file; write its content as text"):
+            read(path)
+        path.write_bytes(gzip.compress(jsonl("So.").encode()) if name[0] == "x" else b'{"prompt": "So."}')
+        assert read(path)
 
 
 def test_a_file_in_which_most_is_utf8_gets_no_command_that_would_spoil_it(tmp_path):
