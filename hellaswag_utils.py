@@ -12,20 +12,13 @@ HellaSwag asks which of four endings is most likely. Other sets (EVAL_TASKS) hav
 
 acc picks the ending with the highest log-probability, acc_norm the highest per character.
 
-The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
-`ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
-(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending.
-
 Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """
 
-import re
-import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,28 +26,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.schema import error_of_share
-from common.errors import DataError, unreadable
-from common.files import json_sha256, plain
-from common.text import command, counted
+from common.errors import DataError
+from common.files import json_sha256
+from common.text import counted
 from config import Config, EvalTask
-from data_pipeline.chats import json_in
-from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
+from data_pipeline.choices import MOST_ENDINGS, Item, read_items
 from model import SHARED_PREFIX, Transformer, evaluation_mode
 from model_kernels.head import IGNORE_INDEX
-
-MOST_ENDINGS = 16
-HELLASWAG = "HELLASWAG_PATH="  # only its items are cleaned, and they are checked more strictly
-
-
-class Item(NamedTuple):
-    """A question as it is scored."""
-
-    where: str  # file:line
-    context: str
-    endings: list[str]
-    label: int
-    unused: tuple[str, ...] = ()  # fields of the record that are not scored; none for HellaSwag
-    first_label: int = 0  # of the file: 0, or 1 if its labels count from 1
 
 
 class Task(NamedTuple):
@@ -105,75 +83,6 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
                      f"do not fit into {config.max_seq_len:,} tokens")
     return ChoiceSet(named.name, named.title, tasks, chance, wording,
                      [f"{named.setting}{named.path} {note}" for note in notes])
-
-
-def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
-    """Read all items of a file in any format of `data_pipeline.sources`; errors name the `setting`."""
-    advice = "name a file in HellaSwag's schema"
-    if setting == HELLASWAG:
-        advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
-    try:
-        with open(path, "rb", opener=plain):
-            source = Source(path=str(path), split="", column="")
-            read = [*read_records(source, Reading(advice="correct the record, or remove it"))]
-        for where, record in read:
-            if isinstance(record.get("endings"), str):  # in CSV
-                record["endings"] = json_in(f"{where}: 'endings'", record["endings"], list)
-    except OSError as error:
-        raise DataError(f"{setting}{path} {unreadable(error, advice)}") from error
-    if not read:
-        raise DataError(f"{setting}{path} contains no items; {advice}")
-    # Labels count from 1 if none is 0 and one is the number of endings.
-    labels = [(str(record.get("label")), record.get("endings")) for _, record in read]
-    is_last = any(isinstance(endings, list) and label == str(len(endings)) for label, endings in labels)
-    first = int(is_last and "0" not in dict(labels))
-    return [parse_item(record, where, setting == HELLASWAG, first) for where, record in read]
-
-
-def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True, first_label: int = 0
-               ) -> Item:
-    """Parse a record into an item; one of HellaSwag has 4 endings, an activity and the harness's wording."""
-    def invalid(problem: str) -> DataError:
-        return DataError(f"{where}: {problem}; correct the record, or remove it")
-
-    def text(key: str, default: Any = None) -> str:
-        value = record.get(key, default)
-        if flaw := flaw_of(value):
-            raise invalid(f"{key!r} {flaw}")
-        return value
-
-    if "endings" not in record:
-        raise DataError(f"{where}: has no 'endings'; it has {columns_of(record)}, expected ctx, endings and "
-                        "label, as in HellaSwag's file; write these names")
-    endings, label = record["endings"], record.get("label")
-    counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
-    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
-    if label in (None, "", -1, "-1"):
-        raise DataError(f"{where}: has no label; use the validation split, as the test split has no labels")
-    numbers = [str(first_label + number) for number in range(len(endings))]
-    letters = string.ascii_uppercase[:len(endings)]
-    if (name := str(label).strip().upper()) not in (*numbers, *letters):
-        raise invalid(f"'label' must be 0 to {len(endings) - 1} (or in the whole file 1 to {len(endings)}), "
-                      f"or A to {letters[-1]}, got {label!r:.60}")
-    used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]
-    unused = tuple(sorted(record.keys() - {*used, "endings", "label"}))
-    context = " ".join(map(text, used))
-    if is_hellaswag:
-        if "ctx_a" in record:
-            context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}"
-        context, unused = clean(f"{text('activity_label')}: {context}"), ()
-        endings = [*map(clean, endings)]
-    if not all(endings):
-        raise invalid(f"ending {endings.index('')} is empty")
-    number = letters.find(name) if name in letters else numbers.index(name)
-    return Item(where, context, endings, number, unused, first_label)
-
-
-def clean(text: str) -> str:
-    """Remove WikiHow's bracketed markup. Source: lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
 
 
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:

@@ -157,14 +157,11 @@ class BaseTokenizer:
                   "clean_up_tokenization_spaces": False}
         files = {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
                  "special_tokens_map.json": json.dumps(names, indent=2)}
-        if self.named_templates:
-            templates = {"default": chat_template} if chat_template else {}
-            config["chat_template"] = [{"name": name, "template": template} for name, template
-                                       in (templates | self.named_templates).items()]
-            files["tokenizer_config.json"] = json.dumps(config, indent=2)
-        elif chat_template is not None:
+        files |= {MORE_TEMPLATES.replace("*", name): text for name, text in self.named_templates.items()}
+        if chat_template is not None:
             files["chat_template.jinja"] = chat_template
         for name, content in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_text(content, encoding="utf-8")
 
 
@@ -315,18 +312,19 @@ class HuggingFaceTokenizer(BaseTokenizer):
         templates, paths = config.get("chat_template") or {}, {"default": file.parent / "chat_template.jinja"}
         paths |= {path.stem: path for path in sorted(file.parent.glob(MORE_TEMPLATES))}
         try:
-            templates = {name: read_text(path) for name, path in paths.items() if os.path.lexists(path)
-                         } or templates
+            stored = {name: read_text(path) for name, path in paths.items() if os.path.lexists(path)}
         except UnicodeDecodeError as error:
             raise DataError(f"{setting}: a chat template beside {file} is not text: {error}; get a new copy"
                             ) from error
         if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
             templates = {entry.get("name"): entry.get("template") for entry in templates}
-        templates = dict(templates) if isinstance(templates, dict) else {"default": templates}
-        if not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        templates = stored or (templates if isinstance(templates, dict) else {"default": templates})
+        if not all(isinstance(text, str) for text in (*templates, *templates.values())) or any(
+                "/" in name for name in templates):
             raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
                             "it")
-        self.chat_template, self.named_templates = templates.pop("default", None), templates
+        self.chat_template = templates.pop("default", None)
+        self.named_templates = templates
 
         # The ids.
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}

@@ -179,12 +179,10 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
                         f"name {other} in DPO_DATA_PATH (prepare pairs makes both)")
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
-    held_out = f", {rows.describe()} held out" if rows else ""
-    description = f"{train.describe()}{held_out} from {config.data_path}"
-    if own := config.validation_data_path:
-        description = f"{train.describe()} from {config.data_path}, and from {own} " + (
-            f"{rows.describe()} to validate on" if rows else "nothing, since VALIDATE_EVERY=0")
-    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint, description=description)
+    held_out, own = f", {rows.describe()} held out" if rows else "", config.validation_data_path
+    held_out += (f" ({own})" if rows else f" ({own} is not read: VALIDATE_EVERY=0)") if own else ""
+    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
+                  description=f"{train.describe()}{held_out} from {config.data_path}")
 
 
 def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from common.errors import DataError, local_path, run_script
 from common.files import atomic_write, disk_errors
 from common.text import command, show
+from data_pipeline.choices import parse_item
 from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, non_empty
 
@@ -35,8 +36,6 @@ def main(argv: list[str]) -> None:
         source = replace(source, split=split)
     output = local_path(flags.output or f"data/hellaswag/{split}.jsonl")
     records, count = read_records(source, Reading(advice="correct or remove the line")), 0
-    from hellaswag_utils import parse_item  # imports torch, which takes seconds
-
     with disk_errors(output, DataError, "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with (atomic_write(output) as unfinished, open(unfinished, "w", encoding="utf-8") as file,

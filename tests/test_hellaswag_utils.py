@@ -162,6 +162,14 @@ def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
     assert f"{path}:2: " in str(error.value) and word in str(error.value)
 
 
+def test_a_file_that_unpacks_to_far_more_than_hellaswag_is_refused_by_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 16)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" + b" " * (2 << 20)))
+    with pytest.raises(DataError, match="bomb.jsonl.gz:2: the line has more than"):
+        read_items(path)
+
+
 def test_files_without_items_are_refused(tmp_path):
     for name, content in (("empty.jsonl", b""), ("blank.jsonl", b"\n \n"), ("none.jsonl.gz", gzip.compress(b""))):
         (tmp_path / name).write_bytes(content)
@@ -201,7 +209,7 @@ def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_
     path = str(tmp_path / "x.jsonl")
     config = Config(eval_tasks=f"t:{path}", hellaswag_examples=0)
     assert read_choice_set(config.choice_sets[0], tokenizer, config).notes == [f"EVAL_TASKS=t:{path} has labels that count from 1"]
-    with pytest.raises(DataError, match="'label' must be 0 to 3"):  # neither from 0 nor from 1
+    with pytest.raises(DataError, match="x.jsonl:1: 'label' is 4, but it must be 0 to 3, since the file has labels that are 0"):  # neither from 0 nor from 1
         written((4, 2, 3, 0), "x.jsonl")
 
 
