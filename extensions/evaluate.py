@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ import torch
 
 from checkpoint import huggingface, peft, schema, store
 from common.activity import foreign_call, phase
-from common.errors import DataError, SettingsError, requires_package
+from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
 from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
@@ -31,7 +31,7 @@ from dataloaders import MixedRows, Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
-from extensions.inference.weights import load_for_use, merge, packed_weights
+from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.settings import EvaluateConfig
@@ -273,9 +273,11 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
 
 
 def context_of(folder: Path) -> Optional[int]:
-    """Return the number of tokens that a model was made for; None for adapters without a config.json."""
-    path = folder / "config.json"
-    return huggingface.context_length(huggingface.read_model_json(path)) if path.is_file() else None
+    """Return the number of tokens that a model, or the base of adapters, was made for; None if unknown."""
+    with suppress(PaddockError):
+        folder = folder if (folder / "config.json").is_file() else base_of_adapters(folder)
+        return huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
+    return None
 
 
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
@@ -339,6 +341,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):
         context.log.info(note)
     rows = inputs.validation_rows
+    if rows is not None and tokenizer.byte_lengths is None:
+        context.log.info("Bits per byte are not available, because the tokenizer is not byte-level")
     if any(getattr(source, "truncated", 0) for source in getattr(rows, "source_rows", [rows])):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")

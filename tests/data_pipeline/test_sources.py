@@ -674,7 +674,7 @@ def test_the_new_name_for_a_packed_file_that_is_named_like_text_works(tmp_path, 
 
 def test_a_packed_file_gets_advice_that_passes_the_same_check(tmp_path):
     """A name that is right already, and readers that do not go by the suffix."""
-    for name, read in (("x.jsonl.gz", texts_of), ("prompts.jsonl.gz", lambda path: read_prompts(str(path))), ("prompts.jsonl", lambda path: read_prompts(str(path)))):
+    for name, read in (("x.jsonl.gz", texts_of), ("prompts.txt", lambda path: read_prompts(str(path))), ("prompts.jsonl", lambda path: read_prompts(str(path)))):
         path = tmp_path / name
         path.write_bytes(gzip.compress(gzip.compress(jsonl("So.").encode())) if name[0] == "x" else gzip.compress(b'{"prompt": "So."}'))
         with pytest.raises(DataError, match="it is not text but a .gz file; write its content as text"):
