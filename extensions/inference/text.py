@@ -293,9 +293,9 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     try:
         if is_table:
             records = read_records(Source(path=name, split="", column=""), Reading(advice="correct the file"))
-            filled = ({name: value for name, value in record.items() if value is not None}
+            filled = ({column: value for column, value in record.items() if value is not None}
                       for _, record in records)
-            data = "\n".join(map(json.dumps, filled)).encode()
+            data = "\n".join(json.dumps(record, default=str) for record in filled).encode()
         elif name == "-":
             data = sys.stdin.buffer.read()
         else:
