@@ -8,6 +8,7 @@ The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, 
 import re
 import string
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,8 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
         raise DataError(f"{where}: has no 'endings'; it has {columns_of(record)}, expected ctx, endings and "
                         "label, as in HellaSwag's file; write these names")
     endings, label = record["endings"], record.get("label")
-    endings = json_in(f"{where}: 'endings'", endings, list) if isinstance(endings, str) else endings  # CSV
+    with suppress(DataError):  # in CSV, a list is its JSON
+        endings = json_in("endings", endings, list)
     counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
     if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
         raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
