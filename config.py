@@ -79,9 +79,11 @@ class DataConfig(Section):
     sft_data_path: Optional[str] = by_content(None, "prepared chats")
     dpo_data_path: Optional[str] = by_content(None, "prepared preference pairs")
     grpo_data_path: Optional[str] = by_content(None, "prepared prompts")
+    validation_data_path: Optional[str] = safe(
+        None, "validation set of the stage (same forms as its data); none = what the data holds out")
     cache_dir: Optional[str] = safe(
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
-    hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
+    hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl, .parquet, ...)")
     eval_tasks: Optional[str] = safe(
         None, "more multiple-choice sets, scored as written: name:file,name:file,...", separator=",")
     tokenizer_path: Optional[str] = by_content(None, "tiktoken BPE file, tokenizer.json, or hub name")
@@ -390,7 +392,7 @@ class DistillationConfig(Section):
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
 LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
-               "grpo_data_path", "hellaswag_path")
+               "grpo_data_path", "validation_data_path", "hellaswag_path")
 NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
 # Kinds of prepared data: the setting with their path, and the script that prepares them.
 KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),

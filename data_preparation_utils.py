@@ -195,8 +195,8 @@ An interrupted preparation continues where it stopped.""")
 
     group = parser.add_argument_group("source of the records")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), or a "
-        f"folder saved by `datasets`; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
+        f"folder or glob of .jsonl .json .csv .parquet .arrow{' .txt' if is_text else ''} (also compressed), "
+        f"or a folder saved by `datasets`; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
         f'0.7, and any of label config split revision files map{" column documents" if is_text else ""}}}, '
         '...]}; '
@@ -220,8 +220,9 @@ An interrupted preparation continues where it stopped.""")
 
     group = parser.add_argument_group("preparation")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
-    add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
-        "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
+    add("--decontaminate", "FILE", f"drop {items} that share 13 words in a row, or a whole text of 8 to 12, "
+        "with an evaluation item; FILE is HELLASWAG_PATH's, or .jsonl .json .csv .parquet .arrow of any "
+        "columns; also a folder or glob")
     add("--on-bad-record", "HOW", "for an unusable record: fail, or skip and list it [fail]",
         choices=("fail", "skip"), default="fail")
     add("--output", "FOLDER", f"folder for prepared sets; each gets its own subfolder [{OUTPUTS[kind]}]",
@@ -229,7 +230,8 @@ An interrupted preparation continues where it stopped.""")
     return parser
 
 
-def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_plan: bool = False) -> Path:
+def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_plan: bool = False,
+                       holds_out: bool = True) -> Path:
     """Prepare the data that a command line and the settings describe, or `only_plan`; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
@@ -237,7 +239,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(
-        config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
+        config.tokenizer_path, config.tokenizer_backend, config.shard_tokens,
+        config.validation_fraction if holds_out else 0.0,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
         system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "",

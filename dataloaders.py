@@ -507,12 +507,15 @@ def cache_of(config: Config) -> shards.Cache:
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of the stage's data; `verify` is as in `open_token_set`."""
-    path = config.data_path
-    if config.data_grows:
+    path, stored = config.data_path, split
+    if split == "validation" and config.validation_data_path:
+        path = config.validation_data_path
+        stored = shards.split_to_validate(Path(path))
+    elif config.data_grows:
         return extension_module("prepare_ahead").open_rows(config, split, tokenizer, verify)
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
-    rows = open_set(config, path, split, tokenizer, verify)
+    rows = open_set(config, path, stored, tokenizer, verify)
     is_packed = isinstance(rows, ExampleRows)
     content = f"{rows.examples:,} {rows.example_set.kind}" if is_packed else rows.describe()
     check_rows(config, path, split, len(rows), f"its {content} fill")

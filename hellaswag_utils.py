@@ -19,15 +19,10 @@ The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, 
 Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """
 
-import gzip
-import json
-import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,28 +30,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.schema import error_of_share
-from common.errors import DataError, unreadable
-from common.files import check_start, json_sha256, plain
-from common.text import command
+from common.errors import DataError
+from common.files import json_sha256
+from common.text import counted
 from config import Config, EvalTask
-from data_pipeline.sources import flaw_of
+from data_pipeline.choices import MOST_ENDINGS, Item, read_items
 from data_pipeline.templates import encode_rendered
 from model import SHARED_PREFIX, Transformer, evaluation_mode
 from model_kernels.head import IGNORE_INDEX
-
-MOST_ENDINGS = 16
-LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits after decompression; HellaSwag has 3 kB and 13 MB
-HELLASWAG = "HELLASWAG_PATH="  # only its items are cleaned, and they are checked more strictly
-
-
-class Item(NamedTuple):
-    """A question as it is scored."""
-
-    where: str  # file:line
-    context: str
-    endings: list[str]
-    label: int
-    unused: tuple[str, ...] = ()  # fields of the line that are not scored; none for HellaSwag
 
 
 class Task(NamedTuple):
@@ -68,6 +49,7 @@ class Task(NamedTuple):
     ending_tokens: list[int]
     ending_characters: list[int]
     label: int
+    is_cut: bool  # the context was too long
 
 
 class ChoiceSet(NamedTuple):
@@ -78,7 +60,7 @@ class ChoiceSet(NamedTuple):
     tasks: list[Task]
     chance: float  # expected accuracy of random guessing
     sha256: str  # hash of the items' wording and order
-    unused: str = ""  # a sentence about fields that are not scored
+    notes: Sequence[str] = ()  # sentences about what is not scored as it is written
 
     def metrics(self, correct_N2: np.ndarray) -> dict[str, float]:
         """Return the metrics of all answers. The standard error is for acc."""
@@ -95,78 +77,17 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     chance = sum(1 / len(item.endings) for item in items) / len(items)
     wording = json_sha256([item[1:4] for item in items])
     tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
-    counts = Counter(name for item in items for name in item.unused)
+    counts, notes = Counter(name for item in items for name in item.unused), []
     if unused := ", ".join(f"{name} ({count:,})" for name, count in counts.items()):
         belongs = "; HellaSwag itself belongs in HELLASWAG_PATH" if counts["activity_label"] else ""
-        unused = f"{named.setting}{named.path} has fields that are not scored: {unused}{belongs}"
-    return ChoiceSet(named.name, named.title, tasks, chance, wording, unused)
-
-
-def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
-    """Read all items of a .jsonl or .jsonl.gz file in HellaSwag's schema; errors name the `setting`."""
-    items, bytes_left, advice = [], FILE_BYTES, "name a file in HellaSwag's schema"
-    if setting == HELLASWAG:
-        advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
-    try:
-        with open(path, "rb", opener=plain) as file:
-            lines = gzip.open(file) if str(path).endswith(".gz") else file
-            check_start(path, lines.peek(64), is_text=True)
-            for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), start=1):
-                bytes_left -= len(line)
-                if len(line) > LINE_BYTES or bytes_left < 0:
-                    excess = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
-                    raise DataError(f"{path}:{number}: this is not HellaSwag: {excess}; {advice}")
-                if line.strip():
-                    items.append(parse_item(line, f"{path}:{number}", setting == HELLASWAG))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{setting}{path} {unreadable(error, advice)}") from error
-    if not items:
-        raise DataError(f"{setting}{path} contains no items; {advice}")
-    return items
-
-
-def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
-    """Parse a line into an item; one of HellaSwag has 4 endings, an activity and the harness's wording."""
-    def invalid(problem: str) -> DataError:
-        return DataError(f"{where}: {problem}; correct the line, or remove it")
-
-    def text(key: str, default: Any = None) -> str:
-        value = record.get(key, default)
-        if flaw := flaw_of(value):
-            raise invalid(f"{key!r} {flaw}")
-        return value
-
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
-        raise invalid(f"not valid JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise invalid(f"expected an object in HellaSwag's schema, got {type(record).__name__}")
-
-    endings, label = record.get("endings"), record.get("label")
-    counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
-    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
-    if str(label) not in map(str, range(len(endings))):
-        raise DataError(f"{where}: 'label' must be 0 to {len(endings) - 1}, got {label!r:.60}; use the "
-                        "validation split, as the test split has no labels")
-    used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]
-    unused = tuple(sorted(record.keys() - {*used, "endings", "label"}))
-    context = " ".join(map(text, used))
-    if is_hellaswag:
-        if "ctx_a" in record:
-            context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}"
-        context, unused = clean(f"{text('activity_label')}: {context}"), ()
-        endings = [*map(clean, endings)]
-    if not all(endings):
-        raise invalid(f"ending {endings.index('')} is empty")
-    return Item(where, context, endings, int(label), unused)
-
-
-def clean(text: str) -> str:
-    """Remove WikiHow's bracketed markup. Source: lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+        notes.append(f"has fields that are not scored: {unused}{belongs}")
+    if items[0].first_label:
+        notes.append("has labels that count from 1")
+    if cut := sum(task.is_cut for task in tasks):
+        notes.append(f"has {cut:,} of {counted(len(tasks), 'context')} that lose their beginning, since they "
+                     f"do not fit into {config.max_seq_len:,} tokens")
+    return ChoiceSet(named.name, named.title, tasks, chance, wording,
+                     [f"{named.setting}{named.path} {note}" for note in notes])
 
 
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
@@ -186,7 +107,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     start = [tokenizer.document_start_id]
     context = start * (tokenizer.adds_start and context_ids[:1] != start or not context_ids) + context_ids
     prefix, heads = context[:-1], [context[-1:]] * len(endings)
-    if len(context) + longest - 1 > max_seq_len:
+    if is_cut := len(context) + longest - 1 > max_seq_len:
         # Each ending keeps as much context as fits, so there is no shared prefix.
         prefix, heads = [], [context[-(max_seq_len + 1 - len(ending)):] for ending in endings]
 
@@ -197,7 +118,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         targets += [IGNORE_INDEX] * (len(head) - 1) + ending
         documents += [number] * (len(head) + len(ending) - 1)
     as_int32 = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
-    return Task(*as_int32, [*map(len, endings)], [*map(len, item.endings)], item.label)
+    return Task(*as_int32, [*map(len, endings)], [*map(len, item.endings)], item.label, is_cut)
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:

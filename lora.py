@@ -144,37 +144,40 @@ class TrainableTokens(VocabularyMatrix):
 # ------------------------------------------------------------------------- a model with adapters
 
 
-def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[str, int],
-                    weight_VD: Tensor) -> list[int]:
-    """Return the ascending ids whose rows LORA_TRAIN_TOKENS trains; `auto` selects tokens new to the base.
+def named_tokens(setting: str, special_ids: Mapping[str, int]) -> list[int]:
+    """Return the ascending ids of the control tokens that LORA_TRAIN_TOKENS names."""
+    names = [name.strip() for name in setting.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in special_ids]:
+        some = ", ".join([*special_ids][:10])
+        raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is not a control token of the "
+                            f"tokenizer; use names such as {some} ..., auto or none")
+    return sorted({special_ids[name] for name in names})
 
-    A token is new if its row is still close to those of the reserved tokens: at most twice as far from their
-    mean as the farthest of them. Without reserved tokens, a new token's row is nearly zero.
+
+def untrained_tokens(used_ids: Sequence[int], special_ids: Mapping[str, int], weight_VD: Tensor) -> list[int]:
+    """Return the ascending ids of the tokens that a base has not learned, by their rows.
+
+    Such a row is nearly zero, or nearly the mean of all rows, where resizing puts new ones: by a hundredth
+    of the usual distance. Or it is close to the reserved tokens: at most twice as far from their mean as the
+    farthest of them.
 
     Args:
-        used_ids: ids that occur in the data.
+        used_ids: ids that occur in the data; reserved tokens among them do not count.
         special_ids: ids of the tokenizer's control tokens.
         weight_VD: the base's head. Training moves all of its rows in each step, while the rows of rare tokens
             in an untied embedding stay near their initial values.
     """
-    if setting == "none":
-        return []
-    if setting != "auto":
-        names = [name.strip() for name in setting.split(",") if name.strip()]
-        if unknown := [name for name in names if name not in special_ids]:
-            some = ", ".join([*special_ids][:10])
-            raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is not a control token of the "
-                                f"tokenizer; use names such as {some} ..., auto or none")
-        return sorted({special_ids[name] for name in names})
     reserved = sorted({number for name, number in special_ids.items()
-                       if re.search("(?<![a-z])reserved", name)} - {*used_ids})
+                       if re.search("(?<![a-z])reserved", name) and number < len(weight_VD)} - {*used_ids})
     rows_VD = weight_VD.detach().float()
-    centre_D, limit = torch.zeros_like(rows_VD[0]), 0.01 * rows_VD.norm(dim=1).median()
+    centres = [torch.zeros_like(rows_VD[0]), rows_VD.mean(dim=0)]
+    centres += [rows_VD[reserved].mean(dim=0)] if reserved else []
+    # Products of matrices would be inexact here.
+    distance_VC = torch.cdist(rows_VD, torch.stack(centres), compute_mode="donot_use_mm_for_euclid_dist")
+    limit_C = 0.01 * distance_VC.median(dim=0).values
     if reserved:
-        centre_D = rows_VD[reserved].mean(dim=0)
-        limit = 2 * (rows_VD[reserved] - centre_D).norm(dim=1).max()
-    used = torch.as_tensor(used_ids, device=weight_VD.device)
-    return used[(rows_VD[used] - centre_D).norm(dim=1) <= limit].tolist()
+        limit_C[2] = 2 * distance_VC[reserved, 2].max()
+    return (distance_VC <= limit_C).any(dim=1).nonzero().flatten().tolist()
 
 
 def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator,

@@ -66,7 +66,9 @@ CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 GENERATION_FILES = ["config.json", "generation_config.json"]
 SUPPRESSED = "suppress_tokens"  # ids that are never sampled
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", *GENERATION_FILES]
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # by name
+HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", MORE_TEMPLATES,
+                     *GENERATION_FILES]
 
 # Llama 3's chat format.
 CHAT_TEMPLATE = """\
@@ -92,7 +94,8 @@ class BaseTokenizer:
     added_tokens: Sequence[dict] = ()  # of a tokenizer.json
     special_tokens: list[dict]  # the special ones among them
     special_ids: dict[str, int]
-    chat_template: str | None
+    chat_template: str | None  # the default one
+    named_templates: Mapping[str, str] = {}  # others; with tools, `tool_use` is used
     generation: Mapping[str, Any] = {}  # of the model, by `read_generation`
 
     @property
@@ -153,9 +156,11 @@ class BaseTokenizer:
                   "clean_up_tokenization_spaces": False}
         files = {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
                  "special_tokens_map.json": json.dumps(names, indent=2)}
+        files |= {MORE_TEMPLATES.replace("*", name): text for name, text in self.named_templates.items()}
         if chat_template is not None:
             files["chat_template.jinja"] = chat_template
         for name, content in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_text(content, encoding="utf-8")
 
 
@@ -305,18 +310,23 @@ class HuggingFaceTokenizer(BaseTokenizer):
             if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
                 self.control_tokens[role] = here[0]
 
-        # The chat template, from its file or the configuration.
-        template_file, template = file.parent / "chat_template.jinja", config.get("chat_template")
+        # The chat templates, from their files or the configuration, as in transformers.
+        templates, paths = config.get("chat_template") or {}, {"default": file.parent / "chat_template.jinja"}
+        paths |= {path.stem: path for path in sorted(file.parent.glob(MORE_TEMPLATES))}
         try:
-            template = read_text(template_file) if os.path.lexists(template_file) else template
+            stored = {name: read_text(path) for name, path in paths.items() if os.path.lexists(path)}
         except UnicodeDecodeError as error:
-            raise DataError(f"{setting}: {template_file} is not text: {error}; get a new copy") from error
-        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        if not isinstance(template, str | None):
+            raise DataError(f"{setting}: a chat template beside {file} is not text: {error}; get a new copy"
+                            ) from error
+        if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+            templates = {entry.get("name"): entry.get("template") for entry in templates}
+        templates = stored or (templates if isinstance(templates, dict) else {"default": templates})
+        if not all(isinstance(text, str) for text in (*templates, *templates.values())) or any(
+                "/" in name for name in templates):
             raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
                             "it")
-        self.chat_template = template
+        self.chat_template = templates.pop("default", None)
+        self.named_templates = templates
 
         # The ids.
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}

@@ -21,7 +21,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
-             "ignore_patterns": ["*/*"]}
+             "ignore_patterns": ["*/*.safetensors", "*/*.json", "*/*.md"]}
 # The families that are read and written, by their model_type and their class in transformers.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}

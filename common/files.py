@@ -60,15 +60,17 @@ class WrongContentError(OSError):
         return self.strerror
 
 
-def check_start(path: str | Path, start: bytes, is_text: bool = False) -> None:
+def check_start(path: str | Path, start: bytes, is_text: bool = False, by_suffix: bool = False) -> None:
     """Raise WrongContentError if a file is a git-lfs pointer, packed "text", or text in UTF-16 or UTF-32."""
     if start.startswith(LFS_POINTER):
         raise WrongContentError(path, "a git-lfs pointer, not the file itself", "install git-lfs and run git "
                                 f"lfs pull in {Path(path).absolute().parent}, or download the file again")
     suffix = next((suffix for mark, suffix in BINARY_STARTS.items() if start.startswith(mark)), None)
     if suffix and is_text:
-        raise WrongContentError(path, f"not text but a {suffix} file",
-                                f"rename it to {Path(path).name}{suffix}")
+        # A reader that goes by the suffix unpacks it.
+        may_rename = by_suffix and Path(path).suffix.lower() not in BINARY_STARTS.values()
+        remedy = f"rename it to {Path(path).name}{suffix}" if may_rename else "write its content as text"
+        raise WrongContentError(path, f"not text but a {suffix} file", remedy)
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), None)
     # Without a mark, every second byte of English text is 0.
     zeros = start[::2].count(0), start[1::2].count(0)

@@ -94,7 +94,7 @@ WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens or segments of a record change, and earlier sets must be prepared
 # again; otherwise increase RULES in prepare.py.
-EXAMPLES_VERSION = 5
+EXAMPLES_VERSION = 6
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
@@ -139,14 +139,14 @@ class Example(NamedTuple):
         return identity_of(json.dumps([self.messages, self.answers, self.record], default=str))
 
 
-def read_examples(kind: str, source: Source, reading: Reading, fields: Names = ()) -> Iterator[Example]:
+def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (),
+                  tool_fields: Names = ()) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
-    `fields` are those that the chat format writes besides role and content. All fields that are not used are
-    dropped and counted.
+    `fields` are those that the chat format writes besides role and content, and `tool_fields` those of its
+    format with tools, if that is another one. All fields that are not used are dropped and counted.
     """
     mapped = source.renamed.keys()
-    unwritten = [name for name in ("name", "reasoning_content") if name not in fields]
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         dropped: list[str] = []
@@ -160,16 +160,17 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
             else:
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
-            options = options_in(record, fields, dropped.append)
+            options = options_in(record, {*fields, *tool_fields}, dropped.append)
+            written = tool_fields if tool_fields and "tools" in options else fields
             media = [name for name in MEDIA if record.get(name)]
             if media and any(MEDIA_PLACE.search(text) for each in examples for text in each.texts):
                 raise DataError(f"its text refers to its {media[0]}; only text is supported, leave it out")
             for message in (message for each in examples for message in (*each.messages, *each.answers)):
-                if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
+                if "tool_calls" not in written and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
                                     "chat_template.jinja with tool_calls beside tokenizer.json")
-                for name in unwritten:
-                    if name in message and message["role"] != "tool":
+                for name in ("name", "reasoning_content"):
+                    if name not in written and name in message and message["role"] != "tool":
                         dropped.append(f"messages[].{name}")
                         del message[name]
         except DataError as error:
@@ -333,8 +334,11 @@ def _joined(prompt: Messages, context: Messages) -> Messages:
 
 def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop) -> Example:
     """Return the answer in a record, and whether its label calls it good."""
-    if record["label"] not in (True, False):
-        raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
+    label = record["label"]
+    with suppress(ValueError, RecursionError):  # CSV has only text
+        label = json.loads(label.lower()) if isinstance(label, str) else label
+    if label not in (True, False):
+        raise DataError(f"has the label {label!r:.40}, expected true or false")
     dialog, *more = _dialogs_in(record, columns, drop, "label")
     if more:
         raise DataError("has several instances, but one label")
@@ -343,7 +347,7 @@ def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop
     if not is_target(check_turns(dialog, "assistant")[-1]):
         raise DataError("its answer is excluded from training by a mark; leave it out")
     *prompt, answer = _unmarked(dialog)
-    return Example(where, check_turns(prompt, "user"), (answer,), label=bool(record["label"]))
+    return Example(where, check_turns(prompt, "user"), (answer,), label=bool(label))
 
 
 def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> Example:
@@ -434,6 +438,10 @@ def messages_in(name: str, value: Any, role: str = "", drop: Drop = str, may_be_
     value = json_in(name, value, list) if isinstance(value, str) and not role else _parsed(name, value)
     if isinstance(value, str):
         return [{"role": role, "content": text_in(name, value)}]
+    if isinstance(value, Mapping) and value and all(isinstance(each, list) for each in value.values()):
+        if len({*map(len, value.values())}) > 1:  # a table can hold messages as an object of lists
+            raise DataError(f"{name} is an object of lists of unequal lengths, expected a value a message")
+        value = [dict(zip(value, each)) for each in zip(*value.values())]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
@@ -479,6 +487,8 @@ def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict
     is_elsewhere = content is None and not {*CONTENTS}.isdisjoint(others)
     if content_name not in message and not is_optional or is_elsewhere:
         raise DataError(f"{name} has no {content_name!r}; it has {columns_of(message)}")
+    if isinstance(content, list) and len(content) > 1:
+        read["parts"] = [part.get("text") for part in content if isinstance(part, Mapping)]
     content = _text_of(f"{name}.{content_name}", content, drop, is_optional, may_be_blank)
     read |= {key: message.get(key) for key in ("name", "tool_call_id") if key in FIELDS[role]}
     read = {"role": role, "content": content} | {key: value for key, value in read.items() if value}
@@ -622,7 +632,9 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     chat_format = load_chat_format(tokenizer)
     if kind != "prompts":
         chat_format.check_training()
-    return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields), tokenize_examples,
+    tools = chat_format.with_tools
+    fields = {"fields": chat_format.fields, "tool_fields": tools.fields if tools else ()}
+    return DataKind(kind, partial(read_examples, kind, **fields), tokenize_examples,
                     partial(decode_examples, kind),
                     {"kind": kind, "chat_format_sha256": chat_format.sha256, "system_prompt": system_prompt,
                      "examples_version": EXAMPLES_VERSION})
@@ -672,7 +684,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
             refused.append((example.where, str(error)))
             continue
         checked = segments if example.label is None else [segments[0], segments[1 if example.label else 2]]
-        if not example.record and (fault := _label_fault(example, checked, chat_format)):
+        if not example.record and (fault := _label_fault(example, checked, chat_format.of(options))):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
         lost.update(coverage.lost(each["content"] for each in messages))

@@ -1,6 +1,7 @@
 """The filter of preparation: removes documents that share a run of words with an evaluation item."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from zlib import crc32
@@ -12,8 +13,10 @@ from data_pipeline.sources import Reading, Source, read_records
 from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.
-FILTERS_VERSION = 1
-OVERLAP_WORDS = 13  # as in GPT-3 (arXiv:2005.14165, appendix C) and lm-evaluation-harness
+FILTERS_VERSION = 2
+# Runs of 13 words are compared, and shorter texts of items as a whole from 8 words on, as in GPT-3
+# (arXiv:2005.14165, appendix C). Fewer words, such as an answer, are in documents by chance.
+OVERLAP_WORDS, LEAST_WORDS = 13, 8
 # Chinese and Japanese have no spaces between words: each character counts as a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
@@ -40,32 +43,38 @@ def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
 
 
 class EvaluationItems:
-    """All 13-word runs of evaluation items."""
+    """All 13-word runs of evaluation items, and their shorter texts; counts the items too short for both."""
 
     def __init__(self, path: str):
-        self.texts, self.origins, hashes = [], [], []
+        self.texts, self.origins, self.count, self.short = [], [], 0, 0
+        hashes = defaultdict(list)  # by length of the runs: the text's number, its hashes
         reading = Reading(advice="correct it, or leave it out")
         for where, record in read_records(Source(path=path, split="", column=""), reading):
-            for words in map(words_of, texts_of_item(record)):
-                if len(words) >= OVERLAP_WORDS:
-                    self.texts.append(f" {' '.join(words)} ")
-                    self.origins.append(where)
-                    hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
+            texts = [words for words in map(words_of, texts_of_item(record)) if len(words) >= LEAST_WORDS]
+            self.count, self.short = self.count + 1, self.short + (not texts)
+            for words in texts:
+                length = min(len(words), OVERLAP_WORDS)
+                hashes[length].append((len(self.texts), hashes_of_runs(words, length)))
+                self.texts.append(f" {' '.join(words)} ")
+                self.origins.append(where)
         if not hashes:
-            raise DataError(f"--decontaminate {path}: no item has a text with {OVERLAP_WORDS} words, "
-                            "the length that is compared; use another file")
-        self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
-        ends = np.cumsum([*map(len, hashes)])
-        self.text_of = np.searchsorted(ends, first, side="right").astype(np.int32)
+            raise DataError(f"--decontaminate {path}: no item has a text with {LEAST_WORDS} words, the least "
+                            "that is compared; use another file")
+        self.runs = {}  # by length: ascending hashes, and the text of each
+        for length, of_texts in hashes.items():
+            numbers, each = zip(*of_texts)
+            unique, first = np.unique(np.concatenate(each), return_index=True)
+            self.runs[length] = unique, np.repeat(np.array(numbers, np.int32), [*map(len, each)])[first]
 
     def overlap(self, words: list[str]) -> str | None:
-        """Return the first 13-word run that a text shares with an item, and where the item is, or None."""
-        hashes = hashes_of_runs(words, OVERLAP_WORDS)
-        index = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        for start in np.flatnonzero(self.hashes[index] == hashes):
-            run, item = " ".join(words[start:start + OVERLAP_WORDS]), self.text_of[index[start]]
-            if f" {run} " in self.texts[item]:  # not a hash collision
-                return f"{run!r} is in {self.origins[item]}"
+        """Return the first run that a text shares with an item, and where the item is, or None."""
+        for length, (known, text_of) in self.runs.items():
+            hashes = hashes_of_runs(words, length)
+            index = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            for start in np.flatnonzero(known[index] == hashes):
+                run, item = " ".join(words[start:start + length]), text_of[index[start]]
+                if f" {run} " in self.texts[item]:  # not a hash collision
+                    return f"{run!r} is in {self.origins[item]}"
         return None
 
 

@@ -27,7 +27,13 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, show, without_passwords
-from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, tokenize_filtered
+from data_pipeline.filters import (
+    FILTERS_VERSION,
+    LEAST_WORDS,
+    OVERLAP_WORDS,
+    evaluation_items,
+    tokenize_filtered,
+)
 from data_pipeline.remote_data import say_once
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import (
@@ -284,8 +290,10 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     refused.lost = Counter(refused.lost)
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
-    removed = journal.get("removed") or (
-        {"overlaps": {"count": 0, "listed": []}} if options.decontaminate else {})
+    removed = journal.get("removed", {})
+    if options.decontaminate and not removed:
+        items = evaluation_items(options.decontaminate)
+        removed = {"overlaps": {"count": 0, "listed": [], "items": items.count, "short": items.short}}
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
                       frozenset(split_plan.common), split_plan.reserved)
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
@@ -495,6 +503,10 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], Reading(**skipped).listing())]
     left_out += [(f"Removed: {counted(removed['count'], noun)} with text of evaluation items",
                   removed["count"], removed["listed"]) for removed in manifest.get("removed", {}).values()]
+    for removed in manifest.get("removed", {}).values():
+        if short := removed.get("short"):
+            lines.append(f"Not compared: {short:,} of {counted(removed['items'], 'evaluation item')}, whose "
+                         f"texts have fewer than {LEAST_WORDS} words")
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:

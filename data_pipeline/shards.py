@@ -387,6 +387,16 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     return token_set
 
 
+def split_to_validate(path: Path) -> str:
+    """Return the split of someone's validation data to read: what it holds out, or else all, its "train"."""
+    if folder := prepared_folder(path):
+        stream = read_manifest(folder).splits.get("validation")
+        return "validation" if stream and stream.shards else "train"
+    stems = [file.stem.lower() for file in (path.iterdir() if path.is_dir() else [path])]
+    words = {word for stem in stems for word in re.split(r"[^a-z]+", stem)}
+    return "train" if words.isdisjoint(SPLIT_WORDS["validation"]) else "validation"
+
+
 def check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerInfo, kind: str) -> None:
     """Raise DataError if a prepared set is not of this kind, or was not made with this tokenizer."""
     document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
@@ -439,7 +449,8 @@ def prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool
     if stream is None or not stream.shards:
         more = "prepare more documents"
         if split == "validation":
-            more += " (see --documents), with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0"
+            more += (" (see --documents), with a larger VALIDATION_FRACTION, or set VALIDATION_DATA_PATH, or "
+                     "VALIDATE_EVERY=0")
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
     if segments:
         stream, dtype = stream.segments, "uint32"

@@ -5,6 +5,7 @@ Records are streamed as (where, record), where `where` is the file and line (or 
 """
 
 import bz2
+import csv
 import glob
 import gzip
 import io
@@ -31,11 +32,11 @@ from common.files import WrongContentError, advice_on_encoding, check_start, sha
 from common.text import counted, without_passwords
 from data_pipeline import remote_data
 
-# Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
-# reads them in blocks, so errors would not name the line, one bad record would end the file, and all
-# records would get the columns and types of the first ones.
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
-           ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
+# In the order of preference for the same records. Tables are read by `datasets`, whose builders have these
+# names. Text, JSON and CSV are read here: `datasets` reads them in blocks, so errors would not name the line,
+# one bad record would end the file, and all records would get the columns and types of the first ones.
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+           ".csv": "csv", ".tsv": "csv", ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 TABLES = ("parquet", "arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 STREAMS = {"bz2": bz2.BZ2Decompressor, "xz": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)}
@@ -305,6 +306,17 @@ def format_of(name: str) -> tuple[str | None, str | None]:
     return FORMATS.get(suffix), compression
 
 
+def _twins(names: Sequence[str]) -> dict[str, str]:
+    """Return {file: other} for files of records that the same folder has in another, preferred format."""
+    groups = defaultdict(list)
+    for name in names:
+        format, compression = format_of(name)
+        stem = os.path.splitext(name[:len(name) - len(os.path.splitext(name)[1]) * bool(compression)])[0]
+        if format not in (None, "text"):  # a text may have its description beside it
+            groups[stem].append(([*FORMATS.values()].index(format), compression or "", name))
+    return {name: first for (*_, first), *more in map(sorted, groups.values()) for *_, name in more}
+
+
 def list_files(source: Source) -> list[StoredFile]:
     """Return the readable files of a path, folder, glob or URL, sorted by name; of a folder, one split's.
 
@@ -327,8 +339,8 @@ def list_files(source: Source) -> list[StoredFile]:
                 raise DataError(f"{path} has no split {split!r}, only {others}; choose one with --split, or "
                                 f"read all files with a glob: {everything!r}")
             chosen, of_split = splits.pop(split), f" of split {split}"
-        files = []
-        for name in (name for name in chosen if format_of(name)[0]):
+        files, twins = [], _twins(chosen)
+        for name in (name for name in chosen if format_of(name)[0] and name not in twins):
             if flaw_of(name):  # JSON files could not contain it
                 raise DataError(f"{name}: the file's name is not UTF-8; rename it")
             if is_local(fs) and not os.path.exists(name):
@@ -342,6 +354,7 @@ def list_files(source: Source) -> list[StoredFile]:
         if not files:
             raise DataError(f"{path}: no file of a supported format; use {READABLE}")
     others = {name: f"of split {split}" for split, those in splits.items() for name in those}
+    others |= dict.fromkeys(twins, "also in another format")
     for name in {*names}.difference(file.name for file in files):
         if os.path.basename(name) not in (*SAVED_FILES, "dataset_info.json"):
             reason = others.get(name, "in no split") if format_of(name)[0] else "of other formats"
@@ -350,11 +363,12 @@ def list_files(source: Source) -> list[StoredFile]:
         unread["missing"] = missing
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
-    texts = [file.name for file in files if file.format == "text"]
-    is_mixed = 0 < len(texts) < len(files)  # a license may be among them
-    if unread or is_mixed:
+    formats = defaultdict(list)  # a license may be among them
+    for file in files:
+        formats["of plain text" if file.format == "text" else f"of {file.format}"].append(file.name)
+    if unread or len(formats) > 1:
         read = counted(len(files) - len(unread.get("empty", ())), "file") + of_split
-        read += f", {_counts_of({'of plain text': texts}, root)}" * is_mixed
+        read += f", {_counts_of(formats, root)}" * (len(formats) > 1)
         remote_data.say_once(f"{without_passwords(path)}: reading {read}"
                              + f"; not read: {_counts_of(unread, root)}" * bool(unread))
     return files
@@ -605,7 +619,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
-        check_start(file.url, start, is_text=True)
+        check_start(file.url, start, is_text=True, by_suffix=True)
         if file.format == "text":
             if not reading.position.record:  # --on-bad-record skip must not accept a binary file
                 first = start.removesuffix(b"\n").split(b"\n")
@@ -621,6 +635,9 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             for where, line in _read_lines(file, raw, stream, reading):
                 yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
             return
+        if file.format == "csv":
+            yield from _read_csv(file, raw, stream, reading)
+            return
         is_array = stem.lower().endswith(".json") and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
         values = _read_array if is_array else _read_json_lines
         for where, record in values(file, raw, stream, reading):
@@ -631,6 +648,40 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                 reading.refuse(where, f"expected {expected}, got {type_name(record)}"
                                + " (an array of records belongs in a .json file)"
                                * (isinstance(record, list) and not is_array))
+
+
+def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
+    """Yield the rows of a file whose first row names the columns. Values are text; empty ones are null."""
+    before, start, advice = reading.bytes_done, reading.position, reading.advice
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
+        first = text.readline()
+        mark = max(",\t;", key=first.count)  # spreadsheets write semicolons where the comma is decimal
+        rows = csv.reader(chain([first], text), delimiter=mark, strict=True)
+        try:
+            columns = next(rows, [])
+            if len({*columns}) < len(columns):
+                raise DataError(f"{file.url}:1: two columns have one name: {columns!r:.80}; rename one")
+            line = rows.line_num
+            for number, values in enumerate(rows):
+                where, line = f"{file.url}:{line + 1}", rows.line_num
+                if number % 64 == 0:
+                    reading.bytes_done = before + raw.tell()
+                if number < start.record or not values:
+                    continue
+                reading.position = Position(start.file, number)
+                if bad := next(filter(UNDECODED.search, values), None):
+                    way = advice_on_encoding(file.url, bad.encode("utf-8", "surrogateescape"))
+                    reading.advice = f"{advice}; {way}" if way else advice
+                    reading.refuse(where, "has bytes that are not UTF-8")
+                elif len(values) != len(columns):
+                    reading.refuse(where, f"has {counted(len(values), 'value')} for {len(columns)} columns; "
+                                   f"values with {mark!r} or line ends must be in quotes")
+                else:
+                    yield where, {name: value or None for name, value in zip(columns, values)}
+        except csv.Error as error:
+            where = f"{file.url}:{rows.line_num}"
+            raise DataError(f"{where}: not valid CSV: {error}; correct the file") from error
 
 
 def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:

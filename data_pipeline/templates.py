@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, islice
@@ -50,9 +50,15 @@ class ChatFormat:
 
     The ids equal those of transformers' apply_chat_template, but names of control tokens in a message stay
     text, and `strftime_now` gives a fixed date, so that data do not depend on the day.
+
+    Args:
+        control: names of further control tokens, which another template of the tokenizer writes.
     """
 
-    def __init__(self, tokenizer: BaseTokenizer, template: str, control_tokens: dict[str, str]):
+    with_tools: Optional["ChatFormat"] = None  # the format of chats with tools, if it is another one
+
+    def __init__(self, tokenizer: BaseTokenizer, template: str, control_tokens: dict[str, str],
+                 control: Collection[str] = ()):
         self._given, self._control_tokens = tokenizer, control_tokens
         # These, all other variables of the template, and `name` if it writes the names of speakers.
         self.fields = {name for name in FIELDS if re.search(rf"\b{name}\b", template)}
@@ -71,8 +77,16 @@ class ChatFormat:
             reason = str(error) or type(error).__name__
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct it") from error
 
+        # Find out whether contents are read as text or as parts, {"type": "text", "text": ...}.
+        self._reads_text, self._reads_parts = True, False
+        trials = TRIAL, [{**message, "parts": [message["content"]]} for message in TRIAL]
+        self._reads_text = self._shows(trials[0])
+        self._reads_parts = True
+        self._reads_parts = self._shows(trials[1])
+        self._reads_text |= not self._reads_parts
+
         # Find control tokens, and everything besides the tokenizer that affects ids.
-        more = self._added_tokens_around_messages()
+        self.more = more = self._added_tokens_around_messages() | {*control}
         self.tokenizer = tokenizer = tokenizer.with_control_tokens(more) if more else tokenizer
         content = json.dumps([template, control_tokens, TEMPLATE_VERSION, *([sorted(more)] if more else [])])
         content = "Llama 3" if template == CHAT_TEMPLATE else content
@@ -106,7 +120,24 @@ class ChatFormat:
     @property
     def stop_ids(self) -> frozenset[int]:
         end = self.tokenizer.eot_id if self.end_of_turn_id is None else self.end_of_turn_id
-        return self._given.stop_ids | {end}
+        return self._given.stop_ids | {end} | (self.with_tools.stop_ids if self.with_tools else set())
+
+    def of(self, options: Options) -> "ChatFormat":
+        """Return the format of a chat with these options."""
+        return self.with_tools if self.with_tools and (options or {}).get("tools") else self
+
+    @property
+    def all_fields(self) -> set[str]:
+        return self.fields | (self.with_tools.fields if self.with_tools else set())
+
+    def _shows(self, messages: Messages) -> bool:
+        """Return whether the template writes the contents of the messages, and not a list as Python does."""
+        rendered = ""
+        for more in ([], [SYSTEM_TRIAL]):  # some require a system message
+            with suppress(DataError):
+                rendered = rendered or self._render([*more, *messages], False, None)
+        return not re.search(r"""["']type["']: *["']text["']""", rendered) and all(
+            message["content"] in rendered for message in messages)
 
     def _added_tokens_around_messages(self) -> set[str]:
         """Return the added tokens that are not special, but that the template writes around messages.
@@ -139,9 +170,6 @@ class ChatFormat:
             raise DataError("it marks an answer without a control token that ends it")
         if len(ends) > 1:
             raise DataError(f"it ends turns in any of {tokenizer.decode(sorted(ends))}")
-        if not ends <= {tokenizer.eot_id, *self._given.stop_ids}:  # the stop tokens of saved folders
-            raise DataError(f"it ends the assistant's turns in {tokenizer.decode(ends)}; name that "
-                            "as eot_token in the tokenizer_config.json beside its tokenizer.json")
         return ends.pop()
 
     def check_training(self) -> None:
@@ -157,6 +185,8 @@ class ChatFormat:
         Targets are what the template marks with `{% generation %}`, or else the answers with their ends. Both
         without the answers that are excluded from training.
         """
+        if self.of(options) is not self:
+            return self.of(options).encode_chat(messages, options)
         self.check_training()
         messages, options, mark, marks = self._hide_literals(messages, options)
         rendered, cuts = self._render_words(messages, False, options, marks)
@@ -172,10 +202,14 @@ class ChatFormat:
         return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
     def encode_prompt(self, messages: Messages, options: Options = None) -> list[int]:
+        if self.of(options) is not self:
+            return self.of(options).encode_prompt(messages, options)
         messages, options, mark, _ = self._hide_literals(messages, options)
         return encode_rendered(self.tokenizer, self._render_words(messages, True, options)[0], [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: dict, options: Options = None) -> list[int]:
+        if self.of(options) is not self:
+            return self.of(options).encode_answer(messages, answer, options)
         self.check_training()
         chat = [*messages, answer]
         chat, options, mark, _ = self._hide_literals(chat, options)
@@ -244,9 +278,7 @@ class ChatFormat:
 
     def _render(self, messages: Messages, add_generation_prompt: bool, options: Options,
                 marks: str = "") -> str:
-        # transformers has two names of the reasoning.
-        messages = [{"thinking": message["reasoning_content"], **message}
-                    if "reasoning_content" in message else message for message in messages]
+        messages = [*map(self._as_template_reads, messages)]
         variables = {**self._control_tokens, "tools": None, "documents": None, **(options or {}),
                      "messages": messages, "add_generation_prompt": add_generation_prompt,
                      MARK_NAMES[0]: marks[:1], MARK_NAMES[1]: marks[1:]}
@@ -255,6 +287,15 @@ class ChatFormat:
         except Exception as error:  # a template can raise any error of Python's operators
             raise DataError("the chat template rejects this chat: "
                             f"{str(error) or type(error).__name__}") from error
+
+    def _as_template_reads(self, message: dict[str, Any]) -> dict[str, Any]:
+        read = {name: value for name, value in message.items() if name != "parts"}
+        if "reasoning_content" in message:  # transformers has two names of it
+            read = {"thinking": message["reasoning_content"], **read}
+        if self._reads_parts and ("parts" in message or not self._reads_text):
+            texts = message.get("parts", [message["content"]])
+            read["content"] = [{"type": "text", "text": text} for text in texts]
+        return read
 
 
 def encode_rendered(tokenizer: BaseTokenizer, rendered: str, cuts: Sequence[int] = (), mark: str = ""
@@ -344,9 +385,28 @@ def text_tokenizer(tokenizer: BaseTokenizer) -> BaseTokenizer:
 
 
 def load_chat_format(tokenizer: BaseTokenizer) -> ChatFormat:
-    """Return a tokenizer's chat format: its template, or Llama 3's format if it has none."""
-    if tokenizer.chat_template not in (None, CHAT_TEMPLATE):
-        return ChatFormat(tokenizer, tokenizer.chat_template, tokenizer.control_tokens)
+    """Return a tokenizer's chat format: its template, or Llama 3's format if it has none.
+
+    Like transformers, chats with tools use the template `tool_use`. If the tokenizer knows no end of turn
+    of this name, it is the one that the template writes, so that saved folders name it.
+    """
+    template, named = tokenizer.chat_template, tokenizer.named_templates
+    if template is None and named:
+        raise DataError(f"the tokenizer has the chat templates {', '.join(named)}, but none is the default; "
+                        "put one as chat_template.jinja beside its tokenizer.json")
+    if template not in (None, CHAT_TEMPLATE):
+        chat_format = ChatFormat(tokenizer, template, tokenizer.control_tokens)
+        if "tool_use" in named:
+            formats = [chat_format, ChatFormat(tokenizer, named["tool_use"], tokenizer.control_tokens)]
+            more = formats[0].more | formats[1].more
+            chat_format, chat_format.with_tools = (
+                each if each.more == more else ChatFormat(tokenizer, text, tokenizer.control_tokens, more)
+                for each, text in zip(formats, (template, named["tool_use"])))
+            hashes = chat_format.sha256 + chat_format.with_tools.sha256
+            chat_format.sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+        if not {None, tokenizer.eot_id, *tokenizer.stop_ids} & {chat_format.end_of_turn_id}:
+            tokenizer.eot_id = chat_format.end_of_turn_id
+        return chat_format
     needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     if missing := [name for name in needed if name not in tokenizer.special_ids]:
         raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "

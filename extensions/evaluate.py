@@ -1,26 +1,29 @@
 """Evaluations that generate text (ROUGE, BLEU, samples), and those of a saved model, by lm-eval too."""
 
 import json
+import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 
-from checkpoint import peft, schema, store
+from checkpoint import huggingface, peft, schema, store
 from common.activity import foreign_call, phase
-from common.errors import DataError, SettingsError, requires_package
+from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
 from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
+from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import ChatFormat, load_chat_format
@@ -28,7 +31,7 @@ from dataloaders import MixedRows, Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
-from extensions.inference.weights import load_for_use, merge, packed_weights
+from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
@@ -52,6 +55,10 @@ from tokenizer import load_tokenizer
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 HELD_OUT_SAMPLES = 2
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
+# Letters of scripts without spaces: Chinese, and Thai to Burmese, Khmer and Japanese.
+HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]")
+LATIN, LETTER = re.compile("[A-Za-z]"), re.compile(r"[^\W\d_]")
 
 
 class HeldOut(NamedTuple):
@@ -75,7 +82,7 @@ class Evaluate(Extension):
     @collective
     def run_start(self, run: Run) -> None:
         if self.held_out and run.config.metric:  # refuse a bad METRIC before the first step
-            run.ranks.on_rank0(lambda: function_of(run.config.metric).start())
+            run.ranks.on_rank0(lambda: check_metric(run.config, run.inputs.tokenizer, self.held_out))
 
     def further_evaluations(self, run: Run) -> Iterator[Evaluation]:
         if self.held_out:
@@ -166,10 +173,11 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
+    kind = "" if (words := bleu_tokenizer(references)) == "13a" else f" ({words})"
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
                f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
-               f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
+               f"BLEU{kind}: {percent['bleu']:.2f} | N: {len(answers)}")
     summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
                        f"{metrics[f'generation_{name}_stderr']:.2g}" for name in user_metrics)
     table = [Row("generation", name, metrics[f"generation_{name}"],
@@ -181,32 +189,60 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
 def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
-    Both are without thoughts. Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from
-    rouge-score and sacrebleu with their defaults. ROUGE compares only lower-case Latin letters and digits, so
-    it is 0 in other scripts; ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it
-    has no standard error.
+    Both are without thoughts. Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
+    with their defaults, or with words of other scripts: by default, ROUGE compares only Latin letters and
+    digits, and BLEU what spaces separate. ROUGE-Lsum compares line by line. BLEU is computed over the whole
+    corpus, so it has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    rouge, pairs = RougeScorer([*ROUGE.values()]), [*zip(answers, references)]
+    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in (None, Words)], [
+        *zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
-    scores = [rouge.score(reference, answer) for answer, reference in pairs]
+    scores = [rouge[2 * count(LATIN, reference) < count(LETTER, reference)].score(reference, answer)
+              for answer, reference in pairs]
     rouge_N = {name: np.array([score[kind].fmeasure for score in scores]) for name, kind in ROUGE.items()}
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
               "exact_match_stderr": standard_error(exact_N.astype(float)),
               **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},
               "rouge_l_stderr": standard_error(rouge_N["rouge_l"]),
-              "bleu": corpus_bleu(answers, [references]).score / 100}
+              "bleu": corpus_bleu(answers, [references], tokenize=bleu_tokenizer(references)).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
             {"exact": schema.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
+
+
+def count(pattern: re.Pattern, *texts: str) -> int:
+    return sum(len(pattern.findall(text)) for text in texts)
+
+
+class Words:
+    """A tokenizer for rouge-score: the words of any script; each Chinese or Japanese character is one."""
+
+    @staticmethod
+    def tokenize(text: str) -> list[str]:
+        return WORD.findall(text.casefold())
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """Return the name of sacrebleu's tokenizer for the script of most letters."""
+    han, other = count(HAN, *references), count(UNSPACED, *references)
+    if 2 * (han + other) <= count(LETTER, *references):
+        return "13a"
+    return "char" if 10 * other > han else "zh"
 
 
 @cache
 def function_of(metric: str) -> Rewards:
     """Return the function of METRIC, in a process that all evaluations share."""
     return Rewards(f"METRIC={metric}", [(metric, 1.0)])
+
+
+def check_metric(config: Config, tokenizer, held_out: Sequence[HeldOut]) -> None:
+    """Raise an error if METRIC cannot be imported, or reads more of a record than the reference answer."""
+    prompt, record = tokenizer.decode(held_out[0].prompt), {"answer": tokenizer.decode(held_out[0].answer)}
+    function_of(config.metric).check([(prompt, json.dumps(record))], "change the function")
 
 
 def own_score(metric: str, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
@@ -256,6 +292,14 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
 # ------------------------------------------------------------------------------------------ a saved model
 
 
+def context_of(folder: Path) -> Optional[int]:
+    """Return the number of tokens that a model, or the base of adapters, was made for; None if unknown."""
+    with suppress(PaddockError):
+        folder = folder if (folder / "config.json").is_file() else base_of_adapters(folder)
+        return huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
+    return None
+
+
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     """Return a checkpoint's settings, or the defaults for other models, changed by flags and other data."""
     saved = store.read_state(folder).get("settings", {})
@@ -264,7 +308,9 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     merged |= {"device": ("auto", ""), "compile": (False, ""), "sharding": ("none", ""),
                "cpu_offload": (False, ""), "world_size": (os.environ.get("WORLD_SIZE", "1"), "environment")}
     if not saved:
+        usual = Config.model_fields["max_seq_len"].default
         merged["tokenizer_path"] = (str(folder), "")
+        merged["max_seq_len"] = (min(context_of(folder) or usual, usual if data else math.inf), str(folder))
     if data is not None:
         first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
         prepared = prepared_folder(Path(first_set))
@@ -274,7 +320,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
                                 "settings of a DPO run; use a DPO checkpoint, or text or chats")
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
-                   "validate_every": (1, "")}
+                   "validate_every": (1, ""), "validation_data_path": (None, "")}
         if stage != saved_stage:  # cross-entropy on text or chats
             merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, ""),
                        "metric": ("", "")}
@@ -302,6 +348,9 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids, but the "
                         f"model has {model.vocab_size:,}; use the model's tokenizer")
+    if config.max_seq_len > (context_of(folder) or config.max_seq_len):
+        context.log.warn(f"warning: {folder} was made for {context_of(folder):,} tokens, and is evaluated on "
+                         f"up to MAX_SEQ_LEN={config.max_seq_len:,}")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
     read = partial(open_evaluation_inputs, config, tokenizer)
@@ -310,9 +359,11 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
     inputs = ranks.raise_on_all(lambda: extension.inputs(
         config, inputs, config.verify_data if ranks.is_rank0 else "never"))
-    for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
-        context.log.info(unused)
+    for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):
+        context.log.info(note)
     rows = inputs.validation_rows
+    if rows is not None and tokenizer.byte_lengths is None:
+        context.log.info("Bits per byte are not available, because the tokenizer is not byte-level")
     if any(getattr(source, "truncated", 0) for source in getattr(rows, "source_rows", [rows])):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")

@@ -25,8 +25,8 @@ from common.text import command, counted, print_safely, show, status_line
 from config import SAMPLE, Config, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
-from extensions.evaluate import function_of, read_held_out
-from extensions.online import Rewards
+from extensions.evaluate import check_metric, function_of, read_held_out
+from extensions.online import Rewards, Rollouts
 from extensions.report import console
 from extensions.report.health import time_text
 from hellaswag_utils import read_choice_set, read_items
@@ -242,7 +242,9 @@ class Check:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
                 if config.prompts_to_answer:
-                    read_held_out(config, self.tokenizer, config.verify_data)
+                    held_out = read_held_out(config, self.tokenizer, config.verify_data)
+                    if config.metric:
+                        check_metric(config, self.tokenizer, held_out)
                 described, *table = console.describe_data(config, self.inputs)
                 verified = "the shards of the first step" if config.data_grows else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"
@@ -256,11 +258,18 @@ class Check:
                 self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
         if config.training_stage == "grpo" and (config.validate_every or not config.distillation_enabled):
             with self.entry("reward"):
-                Rewards(f"REWARD={config.reward}", config.reward_terms).start()
-                self.line("reward", f"REWARD={config.reward}: all functions can be imported")
+                notes = [f"REWARD={config.reward}: all functions can be imported"]
+                rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
+                rewards.start()
+                if self.inputs:
+                    context = SimpleNamespace(log=SimpleNamespace(info=notes.append), ranks=Ranks())
+                    rollouts = Rollouts(None, config, self.tokenizer, context)
+                    rollouts.rewards = rewards
+                    rollouts.check(self.inputs)
+                self.line("reward", "\n".join(notes))
         if config.prompts_to_answer and config.metric:
             with self.entry("metric"):
-                function_of(config.metric).start()
+                function_of(config.metric).start()  # also without data
                 self.line("metric", f"METRIC={config.metric} can be imported")
         for named in config.choice_sets:
             with self.entry("evaluation"):
@@ -268,9 +277,9 @@ class Check:
                 items = choices.tasks if choices else read_items(named.path, named.setting)
                 when = (f"evaluated every {counted(config.hellaswag_every, 'step')}"
                         if config.hellaswag_every else "never evaluated (HELLASWAG_EVERY=0)")
-                unused = f"\n{choices.unused}" if choices and choices.unused else ""
+                notes = "".join(f"\n{note}" for note in choices.notes) if choices else ""
                 questions = f"{counted(len(items), 'question')} ({named.title})"
-                self.line("evaluation", f"{questions} from {named.path}, {when}{unused}")
+                self.line("evaluation", f"{questions} from {named.path}, {when}{notes}")
 
         if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):

@@ -9,10 +9,12 @@ Shape suffixes: B rows, each with a prompt and answers to it; T tokens; P prompt
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, compress
@@ -28,29 +30,30 @@ from checkpoint import schema
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.text import ROOT
+from common.text import ROOT, counted
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
+from data_pipeline.sources import columns_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
-from extensions.rewards import text_of
+from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
 from model import SHARED_PREFIX, Transformer, evaluation_mode
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import RunContext, collective
-from run.run import Run, StepResult
+from run.run import Inputs, Run, StepResult
 
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
 POLL_SECONDS = 1.0
 WINDOW_STEPS = 20  # of equal rewards until a warning
-ANSWER_COLUMNS = ("answer", "completion", "output")  # of a record
+LOOKED_AT = 500  # records at the start of a run
 SHOWN_FAILURES, SHOWN_RECORD = 3, 200  # of a step; characters
 # The process appends these folders to its path: that of the command, and ours.
 SERVE = ("import sys, json; names, *more = json.loads(sys.argv[1]); sys.path.insert(0, more[-1]); "
@@ -61,7 +64,7 @@ class Rewards:
     """Scores answers by the functions of a setting in another process, which is started again if it dies."""
 
     def __init__(self, setting: str, terms: Sequence[tuple[str, float]]):
-        self.setting, self.process = setting, None
+        self.setting, self.process, self.columns = setting, None, []
         self.names, self.weights = zip(*terms)
 
     def start(self) -> None:
@@ -80,6 +83,31 @@ class Rewards:
             raise SettingsError(f"{self.setting}: a function cannot be imported: {reply}; "
                                 "modules are searched in the folder of the command and in PYTHONPATH, and "
                                 "functions take prompt, answer and record")
+        self.columns = reply
+
+    def check(self, examples: Sequence[tuple[str, str]], advice: str) -> list[str]:
+        """Return notes on the columns of prompts with records; raise an error if all lack one.
+
+        The functions declare these, and are called with the reference answer to the first prompt.
+        """
+        self.start()
+        read = [json.loads(record) for _, record in examples]
+        records = [*map(with_answer, read)]
+        lacking = Counter(name for each in records for name in self.columns if each.get(name) is None)
+        missing, notes = [name for name, count in lacking.items() if count == len(records)], []
+        if not missing:
+            reply = self(examples[0][0], str(records[0].get("answer", "")), examples[0][1])
+            asked = re.match("KeyError: '(.+?)'", reply) if isinstance(reply, str) else None
+            missing = [name for name in asked.groups() if name not in records[0]] if asked else []
+        if missing:
+            raise SettingsError(f"{self.setting} reads a column {missing[0]!r}, but the records have no "
+                                f"{missing[0]!r}: they have {columns_of(read[0])}; "
+                                f"{advice.format(missing[0])}")
+        notes += [f"{self.setting} reads the column {name!r} as the answer of {counted(count, 'record')}"
+                  for name, count in Counter(map(answer_column, read)).items()
+                  if name != "answer" and "answer" in self.columns]
+        return notes + [f"{self.setting} reads {name!r}, which {count:,} of {counted(len(read), 'record')} "
+                        "lack; answers to these are left out" for name, count in lacking.items()]
 
     def __call__(self, prompt: str, answer: str, record: str) -> list[float | bool] | str:
         """Return an answer's reward by each function, and if one did not understand it; or why not."""
@@ -144,6 +172,29 @@ class Rollouts:
         # A compiler wants rows of one length, and the kernels of a GPU plan for each new one.
         multiple = longest if config.compile else LENGTH_MULTIPLE.get(context.ranks.device.type, 1)
         self.row_size = multiple, longest
+
+    def check(self, inputs: Inputs) -> None:
+        """Report where answers are in the records; raise an error if these lack what is read."""
+        advice = "prepare the prompts with --map {}=COLUMN, or set another REWARD"
+        config, notes = self.config, []
+        if config.distillation_enabled:
+            advice += ", or VALIDATE_EVERY=0"
+        for rows in filter(None, (inputs.rows, inputs.validation_rows)):
+            chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), LOOKED_AT)).astype(int))
+            batches = [rows(np.array([row])) for row in chosen.tolist()]
+            if rows is inputs.validation_rows or not config.distillation_enabled:
+                notes += self.rewards.check([self.example(batch, 0) for batch in batches], advice)
+            elif config.distillation_lambda < 1:
+                for batch in batches:
+                    self.recorded(batch)
+        for note in dict.fromkeys(notes):
+            self.context.log.info(note)
+
+    def example(self, prompts: Batch, row: int) -> tuple[str, str]:
+        """Return the text and the record of a prompt."""
+        length = int(prompts.stored["prompt_B1"][row])
+        record = bytes(filter(None, prompts.stored["record_BR"][row].tolist())).decode()
+        return self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist()), record
 
     @collective
     def __call__(self, prompts: list[Batch], step: int, count) -> Prepared:
@@ -218,14 +269,14 @@ class Rollouts:
     def recorded(self, prompts: Batch) -> list[list[int]]:
         """Return the answer in the record of each prompt, with its end, for each answer of a group."""
         answers = []
-        for record_R in prompts.stored["record_BR"].tolist():
-            record = json.loads(text := bytes(filter(None, record_R)).decode())
-            answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) is not None), None)
+        for row in range(len(prompts.tokens_BT)):
+            record = json.loads(text := self.example(prompts, row)[1])
+            answer = with_answer(record).get("answer")
             if not isinstance(answer, (str, int, float)):
                 raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
-                                f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
-                                "has none")
-            messages, options = prompt_of("", record).messages, options_in(record, self.chat_format.fields)
+                                f"each record ({', '.join(ANSWERS)}), but {text[:SHOWN_RECORD]} has none")
+            messages = prompt_of("", record).messages
+            options = options_in(record, self.chat_format.all_fields)
             message = {"role": "assistant", "content": text_of(answer)}
             ids = self.chat_format.encode_answer(messages, message, options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
@@ -236,10 +287,7 @@ class Rollouts:
         rewarded, group = [], len(answers) // len(prompts.tokens_BT)
         for number, ids in enumerate(answers):
             if number % group == 0:
-                row = number // group
-                record = bytes(filter(None, prompts.stored["record_BR"][row].tolist())).decode()
-                length = int(prompts.stored["prompt_B1"][row])
-                prompt = self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist())
+                prompt, record = self.example(prompts, number // group)
             complete = ids[-1] in self.chat_format.stop_ids
             text = self.tokenizer.decode(ids[:-1] if complete else ids)
             reply, failure = self.rewards(prompt, text, record) if with_values else [False], ""

@@ -37,7 +37,9 @@ CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for
 TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 # Names for a number from which a setting follows: the setting, and what the number is multiplied by.
 COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
-DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
+# Names for the data of TRAINING_STAGE, and for its validation data.
+DATA, VALIDATION = _TABLES["data"].split(), _TABLES["validation_data"].split()
+OTHER_WAYS |= dict.fromkeys(VALIDATION, "VALIDATION_DATA_PATH names the validation data of the stage")
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
@@ -84,8 +86,8 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         return None
     text, table = str(value).strip().lower(), CONVERTED.get(form, {})
     words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
-    if form in DATA and (path := data_path(value)):
-        return {"data_path": (form, path)}
+    if form in (*DATA, *VALIDATION) and (path := data_path(value)):
+        return {"data_path" if form in DATA else "validation_data": (form, path)}
     if isinstance(table, list):
         is_whole = isinstance(value, list) and len(value) == len(table)
         return dict(zip(table, value)) if is_whole else shortened(f"{name}={value}") + f"; {OTHER_WAYS[form]}"
@@ -149,7 +151,7 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         if name == "sharding" and name in layer.notes and "hybrid" in (value, layer.values[name][0]):
             del layer.values[name]  # use_fsdp, and the size of its groups
             value = "hybrid"
-        if name == "data_path":  # the name of the setting depends on TRAINING_STAGE
+        if name in ("data_path", "validation_data"):  # of several names, an explicit one of ours counts
             layer.values[name] = (value, where)
             continue
         layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
@@ -190,7 +192,11 @@ def compute(layers: Sequence) -> None:
         config, units = validate(given)[0], COMPUTED.get(alias, ("", {}))[1]
         missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
         del layer.values[name]
-        if name == "data_path":
+        if name == "validation_data":
+            name = "validation_data_path"
+            layer.values.setdefault(name, (value, where))
+            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
+        elif name == "data_path":
             stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
             if alias == "datasets" and "training_stage" not in given:
                 layer.values["training_stage"] = (stage, where)

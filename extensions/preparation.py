@@ -76,14 +76,14 @@ def lacking(prepared: Optional[Prepared], config: Config) -> str:
     if not prepared or rows_in(prepared.tokens, config.max_seq_len) < config.rows_read:
         return "shards with the rows of a step"
     held_out = rows_in(prepared.held_out, config.max_seq_len)
-    if config.validate_every and held_out < config.validation_rows:
+    if config.validate_every and not config.validation_data_path and held_out < config.validation_rows:
         return f"VALIDATION_ROWS={config.validation_rows} held-out rows ({held_out} so far)"
     return ""
 
 
 def start(argv: Sequence[str], config: Config) -> Path:
     """Prepare what the flags describe in the background; return its folder once training can start."""
-    if config.validation_fraction == 0 and config.validate_every:
+    if config.validation_fraction == 0 and config.validate_every and not config.validation_data_path:
         raise SettingsError("VALIDATION_FRACTION=0 holds nothing out; set VALIDATE_EVERY=0")
     if any(flag.startswith("--mix=") for flag in argv):
         raise SettingsError("PREPARE_AHEAD=true does not work with --mix; remove one of them")

@@ -1,5 +1,7 @@
 """Rewards: functions reward(prompt, answer, record) -> float, which run in a separate process (`serve`).
 
+A function can name the columns that it reads in its attribute `columns`; the start of a run looks for them.
+
 That process imports only the standard library, so it starts fast, and a user's module may have any name.
 """
 
@@ -71,6 +73,28 @@ def final_answer(text: str, prompt: str = "") -> str:
 def text_of(value: Any) -> str:
     """Return a value as text; 72.0, which tables with gaps make of 72, is 72."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+# Columns with the reference answer, best first; `reward_model.ground_truth` is verl's.
+ANSWERS = ("answer", "reward_model.ground_truth", "completion", "output", "ground_truth", "solution",
+           "response", "target")
+
+
+def answer_column(record: Mapping[str, Any]) -> str:
+    """Return the column with the reference answer of a record, or "answer" if it has none."""
+    return next((name for name in ANSWERS if value_in(record, name) is not None), "answer")
+
+
+def value_in(record: Any, name: str) -> Any:
+    for key in name.split("."):
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+def with_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with the reference answer in its column `answer`, if it has one in another."""
+    name = answer_column(record)
+    return record if name == "answer" else {**record, "answer": value_in(record, name)}
 
 
 def reference(record: Mapping[str, Any]) -> str:
@@ -147,6 +171,11 @@ def final_value(text: str, is_reference: bool = False) -> Fraction | None:
     if not cue:
         return values[-1]
     return values[next((number for number, equal in enumerate(is_equal) if not equal), len(values) - 1)]
+
+
+for _function in (exact, contains, numeric, math_verify):
+    _function.columns = ("answer",)
+regex.columns = ("pattern",)
 
 
 def first_argument(text: str) -> str:
@@ -233,7 +262,8 @@ def serve(names: list[str]) -> None:
     """Answer each line [prompt, answer, record] of stdin with a line: the rewards, or an error's text.
 
     After the rewards follows whether a function did not understand the answer. The first line answers the
-    start. The process exits when stdin ends, even within a reward.
+    start with the columns that the functions declare. The process exits when stdin ends, even within a
+    reward.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # functions may print
@@ -247,7 +277,11 @@ def serve(names: list[str]) -> None:
         replies.flush()
 
     functions: list[Reward] = []
-    reply(lambda: functions.extend(map(load, names)) or [])
+    def start() -> list[str]:
+        functions.extend(map(load, names))
+        return sorted({name for each in functions for name in getattr(each, "columns", ())})
+
+    reply(start)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -259,7 +293,7 @@ def serve(names: list[str]) -> None:
 
     def rewards() -> list[float | bool]:
         prompt, answer, record = json.loads(lines.get())
-        returned = [function(prompt, answer, json.loads(record)) for function in functions]
+        returned = [function(prompt, answer, with_answer(json.loads(record))) for function in functions]
         values = [*map(float, returned)]
         if not all(map(math.isfinite, values)):
             raise ValueError(f"the values {values} are not finite")

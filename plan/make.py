@@ -74,6 +74,7 @@ class Plan:
     identities: Mapping[str, Identity] = field(default_factory=dict)  # data, base, teacher
     generation: Mapping[str, Any] = field(default_factory=dict)  # fields of generation_config.json
     token_ids: Mapping[str, Any] = field(default_factory=dict)  # rows that LoRA trains, by matrix
+    untrained_ids: Sequence[int] = ()  # that the base has not learned, and that the data lacks
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()  # settings that follow from the data or the hardware
@@ -82,8 +83,8 @@ class Plan:
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables for libraries; not sent
 
     def to_json(self) -> dict[str, Any]:
-        names = ("sources", "identities", "generation", "token_ids", "notes", "warnings", "deferred", "check",
-                 "for_other_hardware")
+        names = ("sources", "identities", "generation", "token_ids", "untrained_ids", "notes", "warnings",
+                 "deferred", "check", "for_other_hardware")
         return {"config": self.config.model_dump(), "set": sorted(self.config.model_fields_set),
                 "start": self.start._asdict(), **{name: getattr(self, name) for name in names}}
 

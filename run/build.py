@@ -220,6 +220,7 @@ def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: 
     """Return a base with adapters on the meta device, and the adapters of the start, if any."""
     config, start, token_ids = plan.config, plan.start, plan.token_ids
     model, adapter = model_utils.model_on_meta(config, vocab_size, dtype), None
+    model.unused_untrained_ids = list(plan.untrained_ids)
     if start.has_adapters:
         ids = model.vocab_size
         adapter = peft.load_adapter_folder(Path(start.folder), config, padded(ids), ids)
@@ -300,11 +301,12 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, base: B
     if is_online and not objectives.ONLINE:
         raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
     rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
+    if is_online:
+        context.ranks.raise_on_all(lambda: rollouts.check(inputs))
     if is_online and not config.distillation_enabled:
         reference = None
         if config.grpo_beta:
             reference, _ = choose_reference(config, inputs, model, base, outputs)
-        context.ranks.raise_on_all(rollouts.rewards.start)
         return objectives.ONLINE["grpo"](config, rollouts, reference), inputs
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs

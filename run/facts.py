@@ -27,7 +27,7 @@ from common.errors import CheckpointError, DataError, SettingsError
 from common.files import json_sha256, read_json, sha256
 from common.text import ROOT
 from config import SAMPLE, START_FROM, Config, mps_rules
-from data_pipeline.templates import load_chat_format
+from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.teacher import find_teacher
@@ -155,6 +155,8 @@ def open_inputs(config: Config, verify: bool, warn: Callable[[str], Any]) -> Ope
 def read_inputs(config: Config, verify: bool) -> Inputs:
     """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if config.training_stage != "pretrain":
+        text_tokenizer(tokenizer)  # finds the end of turn, which saved folders name
     if verify:
         dataloaders.cache_of(config).check()
     mode = config.verify_data if verify else "never"
@@ -169,7 +171,8 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
                         f"name {other} in DPO_DATA_PATH (prepare pairs makes both)")
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
-    held_out = f", {rows.describe()} held out" if rows else ""
+    held_out, own = f", {rows.describe()} held out" if rows else "", config.validation_data_path
+    held_out += (f" ({own})" if rows else f" ({own} is not read: VALIDATE_EVERY=0)") if own else ""
     return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
                   description=f"{train.describe()}{held_out} from {config.data_path}")
 
@@ -377,10 +380,10 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
     if start.folder is None or SUPPRESSED in generation and not start.continues:
         seen = {*generation[SUPPRESSED]} if start.folder else None
         generation |= {SUPPRESSED: unseen_tokens(inputs, seen, config.training_stage)}
-    token_ids = {}
+    token_ids, untrained = {}, []
     if config.lora_enabled and not start.has_adapters and config.lora_train_tokens != "none":
-        token_ids = token_ids_to_train(config, inputs, Path(start.base), start.layers)
-    return replace(plan, generation=generation, token_ids=token_ids)
+        token_ids, untrained = token_ids_to_train(config, inputs, Path(start.base), start.layers)
+    return replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
 
 
 def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
@@ -396,19 +399,22 @@ def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) ->
     return sorted(unseen)
 
 
-def token_ids_to_train(config: Config, inputs: Inputs, base: Path, layers: Optional[int]
-                       ) -> huggingface.TokenIds:
+def token_ids_to_train(config: Config, inputs: Inputs, base: Path, cut: Optional[int] = None
+                       ) -> tuple[huggingface.TokenIds, list[int]]:
     """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects.
 
-    `auto` includes the rows that the base lacks.
+    `auto` selects tokens of the data that the base has not learned, and the rows that it lacks. Also return
+    the other tokens that it has not learned.
     """
-    used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
-    parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size, layers=layers)
-    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].full()
-    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
-    if config.lora_train_tokens == "auto":
-        rows = huggingface.vocabulary_rows(huggingface.load_model_weights(base))
-        ids = sorted({*ids, *range(rows, inputs.tokenizer.vocab_size)})
-    return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
-
-
+    layers = ["tok_embeddings"] + ([] if config.tie_embeddings else ["output"])
+    setting, tokenizer, others = config.lora_train_tokens, inputs.tokenizer, []
+    if setting != "auto":
+        ids = lora.named_tokens(setting, tokenizer.special_ids)
+    else:
+        used, rows = inputs.used_ids(), huggingface.vocabulary_rows(huggingface.load_model_weights(base))
+        parameters = model_utils.read_parameters(base, config, rows, layers=cut)
+        head = parameters[f"{layers[-1]}.weight"].first_rows(rows)
+        untrained = {*lora.untrained_tokens(used, tokenizer.special_ids, head.full())}
+        ids = sorted(untrained.intersection(used).union(range(rows, tokenizer.vocab_size)))
+        others = sorted(untrained.difference(used, range(tokenizer.vocab_size, rows)))
+    return dict.fromkeys(layers, ids), others

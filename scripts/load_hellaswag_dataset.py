@@ -14,6 +14,7 @@ from tqdm import tqdm
 from common.errors import DataError, local_path, run_script
 from common.files import atomic_write, disk_errors
 from common.text import command, show
+from data_pipeline.choices import parse_item
 from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, non_empty
 
@@ -21,8 +22,8 @@ from data_preparation_utils import FlagParser, non_empty
 def main(argv: list[str]) -> None:
     parser = FlagParser(__doc__, epilog="The only setting used here is HF_TOKEN.")
     for flag, metavar, meaning, default in (
-            ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "
-             "fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
+            ("--source", "SOURCE", "a dataset on the hub, or a .jsonl, .csv or .parquet file, local or on "
+             "any fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
             ("--split", "NAME", "the split of the hub dataset or folder [validation]", None),
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
@@ -35,17 +36,14 @@ def main(argv: list[str]) -> None:
         source = replace(source, split=split)
     output = local_path(flags.output or f"data/hellaswag/{split}.jsonl")
     records, count = read_records(source, Reading(advice="correct or remove the line")), 0
-    from hellaswag_utils import parse_item  # imports torch, which takes seconds
-
     with disk_errors(output, DataError, "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with (atomic_write(output) as unfinished, open(unfinished, "w", encoding="utf-8") as file,
               tqdm(records, desc="Checking items", unit=" items") as bar):
             for where, record in bar:
-                # Values that JSON lacks are in other columns, or refused as text.
-                line = json.dumps(record, default=lambda value: None)
-                parse_item(line.encode(), where)
-                file.write(line + "\n")
+                parse_item(record, where)
+                # Values that JSON lacks are in other columns.
+                file.write(json.dumps(record, default=lambda value: None) + "\n")
                 count += 1
             if not count:
                 raise DataError(f"{flags.source}: contains no items; choose another --source")

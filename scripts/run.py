@@ -141,6 +141,8 @@ def main() -> None:
     path = os.path.expanduser(values.get(setting.lower(), ""))
     is_plan = is_check and "device_memory" in values and not os.path.exists(path)  # it downloads no data
     to_prepare = preparing.source or preparing.mix or path and not is_plan and is_source(kind, path)
+    own_validation = os.path.expanduser(values.get("validation_data_path", ""))
+    prepares_validation = own_validation and not is_plan and is_source(kind, own_validation)
     try:
         loaded = make_plan([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
                              os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),
@@ -148,7 +150,7 @@ def main() -> None:
     except SettingsError as error:
         exit_with(error)
     unused = [name for name, value in vars(preparing).items() if value != parser.get_default(name)]
-    if unused and not to_prepare:
+    if unused and not (to_prepare or prepares_validation):
         raise SettingsError(f"command line: {flag(unused[0])} needs data to prepare; add --source")
     if launching.gpus:
         choose_gpus(launching.gpus)
@@ -159,11 +161,20 @@ def main() -> None:
         if code := subprocess.run([sys.executable, str(ROOT / "scripts/make_sample.py")]).returncode:
             raise SystemExit(code)
     if to_prepare:
+        if own_validation and "validation_fraction" not in loaded.sources:
+            settings = [*settings, "--validation-fraction=0"]  # nothing needs to be held out
         source = [] if preparing.source or preparing.mix else ["--source", path]
         others = [f"{flag(name)}={value}" for name, value in vars(preparing).items() if value is not None]
         folder = prepare_and_describe(kind, [*settings, *others, *source], preparing.output, loaded.config)
         show(f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
+    if prepares_validation:
+        others = [f"{flag(name)}={value}" for name, value in vars(preparing).items()
+                  if name in ("map", "column", "documents", "on_bad_record", "output") and value is not None]
+        argv = [*settings, *others, "--source", own_validation]
+        folder = prepare_from_flags(kind, argv, holds_out=False)
+        show(f"VALIDATION_DATA_PATH={folder}")
+        flags, settings = ([*each, "--validation-data-path", str(folder)] for each in (flags, settings))
 
     command = [str(ROOT / "train.py"), *settings]
     if is_check:

@@ -262,7 +262,7 @@ FAULTS = [
           "tests/test_lora.py"),
     fault("LoRA: drawn from a wider range", "lora.py", "a=math.sqrt(5), generator", "a=0, generator",
           "tests/test_lora.py::test_new_adapters_are_drawn_as_pefts_are"),
-    fault("LoRA: tokens among the reserved ones count as seen", "lora.py", "limit = 2 * (rows_VD", "limit = 1 * (rows_VD",
+    fault("LoRA: tokens among the reserved ones count as seen", "lora.py", "limit_C[2] = 2 * distance_VC", "limit_C[2] = 1 * distance_VC",
           "tests/test_lora.py::test_how_far_a_row_may_be_from_those_of_reserved_tokens"),
     fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[length for task in batch for length in task.ending_characters]",
           "[length for task in batch for length in task.ending_tokens]",

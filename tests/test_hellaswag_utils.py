@@ -8,6 +8,7 @@ import string
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from factories import new_model, write_jsonl
@@ -111,7 +112,7 @@ def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_pat
     found = read_items(write_jsonl(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
     assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
     for change, word in (({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
-                         ({"endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
+                         ({"endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1 .*, or A to B, got 3"),
                          ({"ctx": None}, "'ctx' is null, expected text"), ({"endings": ["a", ""]}, "ending 1 is empty")):
         with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
             read_items(write_jsonl(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
@@ -129,10 +130,10 @@ def test_the_text_of_other_sets_is_scored_as_written_and_what_is_not_scored_is_c
     assert [item.endings for item in found] == [record["endings"] for record in WRITTEN]
     config = Config(eval_tasks=f"a:{path}", hellaswag_examples=0)
     choices = read_choice_set(config.choice_sets[0], tokenizer, config)
-    assert choices.unused == (f"EVAL_TASKS=a:{path} has fields that are not scored: ind (1), activity_label (1), ctx_a (1); "
-                              "HellaSwag itself belongs in HELLASWAG_PATH")
+    assert choices.notes == [f"EVAL_TASKS=a:{path} has fields that are not scored: ind (1), activity_label (1), ctx_a (1); "
+                             "HellaSwag itself belongs in HELLASWAG_PATH"]
     assert choices.sha256 == json_sha256([[item.context, item.endings, item.label] for item in found])
-    assert read_choice_set(config.choice_sets[0]._replace(path=write_jsonl(tmp_path / "b.jsonl", WRITTEN[:1])), tokenizer, config).unused == ""
+    assert read_choice_set(config.choice_sets[0]._replace(path=write_jsonl(tmp_path / "b.jsonl", WRITTEN[:1])), tokenizer, config).notes == []
 
 
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
@@ -140,9 +141,11 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
 
 @pytest.mark.parametrize("line, word", [
     ("{not json", "not valid JSON"),
-    (b"\xff\xfe{}", "not valid JSON"),
-    ("[1, 2]", "expected an object"),
-    ({**GOOD, "label": 4}, "'label' must be 0 to 3, got 4"),
+    (b"\xff\xfe{}", "byte 1 of the line is not UTF-8"),
+    ("[1, 2]", "expected one JSON object per line"),
+    ({**GOOD, "label": 5}, "'label' must be 0 to 3 (or in the whole file 1 to 4), or A to D, got 5"),
+    ({**GOOD, "label": "E"}, "or A to D, got 'E'"), ({**GOOD, "label": ""}, "has no label; use the validation split"),
+    ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label"),
     ({**GOOD, "label": True}, "'label' must be 0 to 3"),
     ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
     ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
@@ -160,13 +163,11 @@ def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
 
 
 def test_a_file_that_unpacks_to_far_more_than_hellaswag_is_refused_by_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("hellaswag_utils.FILE_BYTES", 1 << 16)
-    for name, content, words in (("line", b"\0" * (2 << 20), "bomb-line.jsonl.gz:1: .* a line of more than 1 MiB"),
-                                 ("lines", b"\n" * (1 << 17), "bomb-lines.jsonl.gz:65537: .* more than 1 GiB")):
-        path = tmp_path / f"bomb-{name}.jsonl.gz"
-        path.write_bytes(gzip.compress(content))
-        with pytest.raises(DataError, match=words):
-            read_items(path)
+    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 16)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" + b" " * (2 << 20)))
+    with pytest.raises(DataError, match="bomb.jsonl.gz:2: the line has more than"):
+        read_items(path)
 
 
 def test_files_without_items_are_refused(tmp_path):
@@ -176,9 +177,47 @@ def test_files_without_items_are_refused(tmp_path):
             read_items(tmp_path / name)
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 100)[:-20])
     (tmp_path / "plain.jsonl.gz").write_bytes(json.dumps(GOOD).encode())
-    for name in ("cut.jsonl.gz", "plain.jsonl.gz", "missing.jsonl"):
-        with pytest.raises(DataError, match=f"HELLASWAG_PATH=.*{name} cannot be read"):
+    for name in ("cut.jsonl.gz", "plain.jsonl.gz"):
+        with pytest.raises(DataError, match=f"{name}: .*; check that it exists, is complete and can be read"):
             read_items(tmp_path / name)
+    with pytest.raises(DataError, match="HELLASWAG_PATH=.*missing.jsonl cannot be read"):
+        read_items(tmp_path / "missing.jsonl")
+
+
+def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_path, tokenizer):
+    """As pandas and pyarrow write them: HellaSwag's Parquet of the hub has labels as text, other sets letters or numbers from 1."""
+    records = [{"ctx": f"Q{number}?", "endings": ["a", "b", "c", "d"], "label": label} for number, label in enumerate((3, 1, 2, 1))]
+
+    def written(labels, name):
+        table = pandas.DataFrame([{**record, "label": label} for record, label in zip(records, labels)])
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            table.to_parquet(path)
+        elif path.suffix == ".json":
+            table.to_json(path, orient="records")
+        elif path.suffix == ".csv":
+            table.assign(endings=table["endings"].map(json.dumps)).to_csv(path, index=False)
+        else:
+            table.to_json(path, orient="records", lines=True)
+        return read_items(path, "EVAL_TASKS=t:")
+
+    for name in ("x.jsonl", "x.json", "x.parquet", "x.csv"):
+        for labels, expected in ((("3", "1", "2", "0"), [3, 1, 2, 0]), ("DBCA", [3, 1, 2, 0]), ("dbca", [3, 1, 2, 0]),
+                                 ((4, 2, 3, 1), [3, 1, 2, 0]), ((3, 1, 2, 1), [3, 1, 2, 1])):
+            assert [item.label for item in written(labels, name)] == expected, (name, labels)
+    written((4, 2, 3, 1), "x.jsonl")
+    path = str(tmp_path / "x.jsonl")
+    config = Config(eval_tasks=f"t:{path}", hellaswag_examples=0)
+    assert read_choice_set(config.choice_sets[0], tokenizer, config).notes == [f"EVAL_TASKS=t:{path} has labels that count from 1"]
+    with pytest.raises(DataError, match="x.jsonl:1: 'label' is 4, but it must be 0 to 3, since the file has labels that are 0"):  # neither from 0 nor from 1
+        written((4, 2, 3, 0), "x.jsonl")
+
+
+def test_contexts_that_do_not_fit_are_counted(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"ctx": "word " * length, "endings": ["a", "b"], "label": 0} for length in (2, 40, 50)])
+    config = Config(eval_tasks=f"a:{path}", hellaswag_examples=0, max_seq_len=64)
+    assert read_choice_set(config.choice_sets[0], tokenizer, config).notes == [
+        f"EVAL_TASKS=a:{path} has 2 of 3 contexts that lose their beginning, since they do not fit into 64 tokens"]
 
 
 def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len: int) -> float:

@@ -5,11 +5,13 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import python
 from factories import furthest, in_transformers, new_model, run_ranks, save_adapter_folder
+from safetensors.torch import save_file
 from torch import nn
 
 import lora
@@ -17,13 +19,15 @@ from checkpoint import huggingface, model_json
 from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all, write_tensors
 from common.errors import CheckpointError, SettingsError
-from config import LoraConfig, ModelConfig
+from config import Config, LoraConfig, ModelConfig
 from extensions.inference.weights import merge, merged_state_dict, model_from_tensors
 from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
+from model_utils import read_model_config
 from parallel.ranks import start_ranks, stop_ranks
 from plan.identity import weights_sha256
+from run.facts import token_ids_to_train
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -198,16 +202,20 @@ CONTROL = {"<|header|>": 1, "<|end|>": 2}
 USED = [1, 2, 7, 50]  # 7 is an ordinary token
 
 
+def untrained_in_data(special_ids, weight_VD):
+    return [number for number in lora.untrained_tokens(USED, special_ids, weight_VD) if number in USED]
+
+
 @pytest.mark.parametrize("drift", [0.0, 1.0])  # untied, decayed towards zero; tied, driven away by every softmax
 @pytest.mark.parametrize("met, expected", [((), [1, 2, 7]), ((2, 7), [1]), ((1, 2, 7), [])])
 def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expected, drift):
     weight_VD = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
     never = [number for number in (1, 2, 7, *range(20, 40)) if number not in met]
     weight_VD[never] = 0.01 * weight_VD[never] + drift
-    assert lora.tokens_to_train("auto", USED, RESERVED | CONTROL, weight_VD) == expected
+    assert untrained_in_data(RESERVED | CONTROL, weight_VD) == expected
     if not drift:
         weight_VD[never] = 0.0
-        assert lora.tokens_to_train("auto", USED, CONTROL, weight_VD) == expected, "nothing reserved, but nearly zero"
+        assert untrained_in_data(CONTROL, weight_VD) == expected, "nothing reserved, but nearly zero"
 
 
 @pytest.mark.parametrize("reserved", [RESERVED, {}])
@@ -220,14 +228,48 @@ def test_how_far_a_row_may_be_from_those_of_reserved_tokens(reserved):
         centre_D = weight_VD[20:40].mean(dim=0)
         radius = (weight_VD[20:40] - centre_D).norm(dim=1).max()
     weight_VD[USED] = centre_D + torch.tensor([[0.5], [1.5], [1.9], [2.2]]) * radius * torch.eye(32)[0]
-    assert lora.tokens_to_train("auto", USED, reserved | CONTROL, weight_VD) == USED[:3]
+    assert untrained_in_data(reserved | CONTROL, weight_VD) == USED[:3]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("by", ["transformers", "transformers, padded", "paddock", "transformers, bf16"])
+def test_rows_that_resizing_added_are_untrained_and_printed(by, tied, tmp_path):
+    """transformers draws them around the mean of the others, with a billionth of their covariance; Paddock takes the mean."""
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    transformers.set_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for matrix in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            matrix.copy_(torch.randn(300, 32) * torch.rand(300, 1) + 0.3)  # rare tokens have small rows
+    if by != "paddock":
+        model.resize_token_embeddings(305, pad_to_multiple_of=64 if "padded" in by else None)
+    model.to(torch.bfloat16 if "bf16" in by else torch.float32).save_pretrained(tmp_path)
+    if by == "paddock":
+        stored = huggingface.with_rows(huggingface.load_model_weights(tmp_path), 305)
+        save_file({name: tensor.full().contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+        (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"vocab_size": 300', '"vocab_size": 305'))
+    config = Config(lora_enabled=True, **read_model_config(tmp_path).model_dump())
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=306, special_ids={"<a>": 300, "<b>": 302}), used_ids=lambda: [1, 5, 299, 300, 302])
+    ids, others = token_ids_to_train(config, inputs, tmp_path)
+    # Of a padded base, the last row is one that it has; otherwise the base lacks it.
+    assert ids == dict.fromkeys(["tok_embeddings"] + ["output"] * (not tied), [300, 302] + [305] * ("padded" not in by))
+    assert others == [301, 303, 304] + [305] * ("padded" in by)
+
+    model = new_model(read_model_config(tmp_path), 306)
+    lora.add_adapters(model, config, torch.Generator(), ids)
+    model.unused_untrained_ids = others
+    tokenizer = SimpleNamespace(vocab_size=306, special_ids=inputs.tokenizer.special_ids, decode=str)
+    described = describe_adapters(model, tokenizer)
+    assert f"the rows of {len(ids['tok_embeddings'])} tokens (LORA_TRAIN_TOKENS), ids 300, 302" in described
+    assert f"; untrained in the base, but not in the data: ids 301, 303-{others[-1]}" in described
 
 
 def test_tokens_can_be_named():
-    assert lora.tokens_to_train("none", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == []
-    assert lora.tokens_to_train("<|reserved_3|>, <|end|>", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == [2, 23]
+    assert lora.named_tokens("<|reserved_3|>, <|end|>", RESERVED | CONTROL) == [2, 23]
     with pytest.raises(SettingsError, match=r"LORA_TRAIN_TOKENS=<\|end\|>,x: 'x' is not a control token.*auto or none"):
-        lora.tokens_to_train("<|end|>,x", USED, RESERVED | CONTROL, torch.zeros(100, 8))
+        lora.named_tokens("<|end|>,x", RESERVED | CONTROL)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from tokenizers import Tokenizer as Library
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from common.errors import DataError, unreadable
 from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
-from data_pipeline.sources import flaw_of
+from data_pipeline.sources import Reading, Source, flaw_of, format_of, read_records
 from data_pipeline.templates import ChatFormat, Messages, Options, encode_rendered, load_chat_format
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer
@@ -289,10 +288,17 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     """Return the prompts of a file, or of stdin if its name is `-`. Empty lines are skipped.
 
     A .jsonl file, or input on stdin that begins with `{`, has a JSON object per line: {"prompt": text} or
-    {"messages": [...]}. Any other file has a text per line. With `chat`, each text is a user's message.
+    {"messages": [...]}; other formats of records, such as .json and .csv, have the same columns. Any other
+    file has a text per line. With `chat`, each text is a user's message.
     """
+    is_table = name != "-" and not name.endswith(".jsonl") and format_of(name)[0] not in (None, "text")
     try:
-        if name == "-":
+        if is_table:
+            records = read_records(Source(path=name, split="", column=""), Reading(advice="correct the file"))
+            filled = ({column: value for column, value in record.items() if value is not None}
+                      for _, record in records)
+            data = "\n".join(json.dumps(record, default=str) for record in filled).encode()
+        elif name == "-":
             data = sys.stdin.buffer.read()
         else:
             with open(name, "rb", opener=plain) as file:
@@ -308,7 +314,7 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise DataError(f"--prompts {name} has no prompts; write one per line")
-    is_json = Path(name).suffix == ".jsonl" if name != "-" else numbered[0][1].lstrip().startswith("{")
+    is_json = numbered[0][1].lstrip().startswith("{") if name == "-" else is_table or name.endswith(".jsonl")
     prompts = []
     for number, line in numbered:
         where = f"{'stdin' if name == '-' else name}:{number}"

@@ -3,8 +3,9 @@
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def trained_count(model: Transformer, vocab_size: int) -> int:
     return sum(map(math.prod, shapes))
 
 
+def ranges(numbers: Sequence[int], most: int = 12) -> str:
+    """Return ascending numbers with runs as first-last, and without all after the first `most` of these."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{first}-{last}" if last > first else str(first) for first, last in runs[:most]]
+    return (", ".join(shown) or "none") + f" and {len(runs) - most:,} more" * (len(runs) > most)
+
+
 def describe_adapters(model: Transformer, tokenizer) -> str:
     """Return the number of trained parameters, and the tokens whose rows are trained."""
     trained = trained_count(model, tokenizer.vocab_size)
@@ -61,7 +74,10 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     # The highest ids come first: control tokens, the most interesting ones.
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
-    rows = f", including the rows of {counted(len(ids), 'token')}: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
+    rows = (f", including the rows of {counted(len(ids), 'token')} (LORA_TRAIN_TOKENS), ids {ranges(ids)}: "
+            f"{shown}") if ids else ""
+    if others := getattr(model, "unused_untrained_ids", []):
+        rows += f"; untrained in the base, but not in the data: ids {ranges(others)}"
     # Like PEFT, count trained weights in addition to the base, even where they replace parts of it.
     whole = parameter_count(model.config, tokenizer.vocab_size) + trained
     return f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %){rows}"
@@ -115,8 +131,8 @@ def print_overview(run: Run) -> None:
         info(line)
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
         info("Validation: bits per byte are not available, because the tokenizer is not byte-level")
-    for unused in filter(None, (choices.unused for choices in run.inputs.choice_sets)):
-        info(f"Evaluation: {unused}")
+    for note in chain.from_iterable(choices.notes for choices in run.inputs.choice_sets):
+        info(f"Evaluation: {note}")
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))

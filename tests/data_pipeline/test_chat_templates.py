@@ -7,10 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from factories import write_jsonl
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
+from data_pipeline.chats import kind_of_examples, messages_in
+from data_pipeline.sources import Reading, Source
 from data_pipeline.templates import encode_rendered, load_chat_format
 from data_pipeline.vocabulary import train_bpe
 from extensions.inference.text import note_of_controls
@@ -123,6 +126,89 @@ def test_the_default_of_several_templates_is_taken(with_template, tmp_path):
     config["chat_template"] = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(str(tmp_path)).chat_template == CHATML
+
+
+PARTS = CHATML.replace("message['content']", "(message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(JOIN))")
+BOTH = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}{{ part.text + '\\n' }}{% endfor %}{% endif %}{{ '<|im_end|>' + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+def in_parts(messages, *cuts):
+    return [{**message, "content": [{"type": "text", "text": text} for text in (message["content"][:2], message["content"][2:])[-count:]]
+             if count == 2 else [{"type": "text", "text": message["content"]}]} for message, count in zip(messages, cuts)]
+
+
+@pytest.mark.parametrize("template", [PARTS.replace("JOIN", "''"), PARTS.replace("JOIN", "' '"), BOTH, CHATML,
+                                      "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + PARTS.replace("JOIN", "''")])
+@pytest.mark.parametrize("cuts", [(1, 1, 1, 1, 1), (2, 1, 2, 2, 1)])
+def test_a_template_gets_contents_as_it_reads_them(template, cuts, with_template, tmp_path):
+    """Parts, or text; also from messages in the other form. transformers renders only the form that a template reads."""
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    dialog = [{"role": "system", "content": "Be brief"}, *DIALOG]
+    parts = in_parts(dialog, *cuts)
+    assert_as_transformers_of(chat_format, tmp_path, messages_in("messages", parts), dialog if template == CHATML or (
+        template == BOTH and 2 not in cuts) else [message if template == BOTH and count == 1 else part
+                                                  for message, part, count in zip(dialog, parts, cuts)])
+    assert_as_transformers_of(chat_format, tmp_path, dialog, dialog if template in (CHATML, BOTH) else in_parts(dialog, 1, 1, 1, 1, 1))
+
+
+def assert_as_transformers_of(chat_format, folder, read, given):
+    segments, reference = chat_format.encode_chat(read), by_transformers(folder, given)
+    assert flat(segments) == reference[:len(flat(segments))] and chat_format.end_of_turn_id not in reference[len(flat(segments)):]
+    assert sum(is_target for _, is_target in segments) == 2
+    assert chat_format.encode_prompt(read[:-1]) == by_transformers(folder, given[:-1], add_generation_prompt=True)
+    answer = chat_format.encode_answer(read[:-1], read[-1])
+    assert flat(segments)[-len(answer):] == answer
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+TOOL_USE = "{{ '<|tools|>' + (tools | tojson) + '<|im_end|>' }}" + CHATML.replace("message['content'] +", "message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +")
+
+
+@pytest.mark.parametrize("place", ["config", "files", "saved"])
+def test_a_chat_with_tools_has_the_template_tool_use_as_in_transformers(place, with_template, tmp_path):
+    with_template(CHATML, "<|im_start|>", "<|im_end|>", "<|tools|>", special=False)
+    if place == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    else:
+        (tmp_path / "chat_template.jinja").unlink()
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOL_USE}, {"name": "rag", "template": "x"}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    folder, tokenizer = tmp_path, load_tokenizer(str(tmp_path))
+    if place == "saved":
+        folder = tmp_path / "saved"
+        folder.mkdir()
+        tokenizer.save_huggingface(folder)
+        assert load_tokenizer(str(folder)).named_templates == {"tool_use": TOOL_USE, "rag": "x"}
+        tokenizer = load_tokenizer(str(folder))
+    chat_format = load_chat_format(tokenizer)
+    assert_as_transformers(chat_format, folder, DIALOG)
+    for options in ({}, {"tools": [TOOL]}):
+        ids = flat(chat_format.encode_chat(DIALOG, options))
+        assert ids == by_transformers(folder, DIALOG, **options)[:len(ids)]
+        assert chat_format.encode_prompt(DIALOG[:1], options) == by_transformers(folder, DIALOG[:1], add_generation_prompt=True, **options)
+    assert chat_format.encode_prompt(DIALOG[:1], {"tools": [TOOL]})[0] == chat_format.tokenizer.special_ids["<|tools|>"]
+    # Records: calls are written only by the template of tools, and text never becomes its control token.
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+    write_jsonl(tmp_path / "x.jsonl", [{"messages": [DIALOG[0], call], "tools": [TOOL]}, {"messages": [DIALOG[0], call]}, {"messages": DIALOG}])
+    reading = Reading(skip_bad=True)
+    read = kind_of_examples("chats", tokenizer, "").read(Source(path=str(tmp_path / "x.jsonl")), reading)
+    assert [len(example.messages) for example in read] == [2, 4] and "x.jsonl:2: calls a tool, and the chat format cannot write that" in reading.bad_records[0]
+    assert chat_format.tokenizer.special_ids["<|tools|>"] not in chat_format.encode_prompt([{"role": "user", "content": "<|tools|>"}])
+
+
+def test_named_templates_without_a_default_are_refused_and_the_advice_works(with_template, tmp_path):
+    with_template(CHATML, "<|im_start|>", "<|im_end|>")
+    template = (tmp_path / "chat_template.jinja").rename(tmp_path / "default")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(CHATML)
+    with pytest.raises(DataError, match="has the chat templates rag, but none is the default; put one as chat_template.jinja"):
+        load_chat_format(load_tokenizer(str(tmp_path)))
+    template.rename(tmp_path / "chat_template.jinja")
+    assert_as_transformers(load_chat_format(load_tokenizer(str(tmp_path))), tmp_path, DIALOG)
 
 
 TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.replace("~", " ~ ")}
@@ -238,7 +324,6 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
     ("{{ messages | length }}" + CHATML, "differs from the start of the whole chat"),
     (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in any of"),
-    (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
     (CHATML + "{% set _ = messages.append(1) %}", "rejects this chat: .*unsafe"),
 ])
 def test_a_template_whose_answers_cannot_be_located_is_refused(template, complaint, with_template):
@@ -296,12 +381,19 @@ def test_text_never_becomes_a_control_token_that_is_only_named_elsewhere_or_writ
     assert load_tokenizer(str(tmp_path)).sha256 == tokenizer.sha256, "a saved folder has the same tokenizer"
 
 
-def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(with_template, tmp_path):
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(is_named, with_template, tmp_path):
     with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<odd>")
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eot_token": "<odd>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **({"eot_token": "<odd>"} if is_named else {})}))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert load_chat_format(tokenizer).stop_ids == {tokenizer.special_ids["<odd>"], tokenizer.eos_id}
+    chat_format = load_chat_format(tokenizer)
+    assert chat_format.stop_ids == {tokenizer.special_ids["<odd>"], tokenizer.eos_id}
+    assert_as_transformers(chat_format, tmp_path, DIALOG)
+    assert learned(chat_format.encode_chat(DIALOG), tokenizer) == ["A cat,\n and you?<odd>", "It's me<odd>"]
+    if not is_named:  # a model's generation_config.json names it, by what `load_chat_format` found
+        assert tokenizer.eot_id == tokenizer.special_ids["<odd>"]
+        return
     (tmp_path / "saved").mkdir()
     tokenizer.save_huggingface(tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).eot_id == tokenizer.special_ids["<odd>"]

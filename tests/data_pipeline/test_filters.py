@@ -43,9 +43,12 @@ def overlap_cases(tmp_path):
 def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
     items, texts = overlap_cases(tmp_path)
     found = EvaluationItems(str(tmp_path / "items.jsonl"))
-    of_items = [set().union(*(runs_of(f"{item['ctx']} {ending}", 13) for ending in item["endings"])) for item in items]
+    # A text of 12 words, the shortest here, is compared as a whole.
+    of_items = [set().union(*(runs_of(text, min(13, len(text.split()))) for text in (f"{item['ctx']} {ending}" for ending in item["endings"])))
+                for item in items]
     overlaps = [found.overlap(words_of(text)) for text in texts]
-    assert [overlap is not None for overlap in overlaps] == [bool(runs_of(text, 13) & set().union(*of_items)) for text in texts]
+    expected = [bool((runs_of(text, 12) | runs_of(text, 13)) & set().union(*of_items)) for text in texts]
+    assert [overlap is not None for overlap in overlaps] == expected
     assert 50 < sum(overlap is not None for overlap in overlaps) < 250
     for overlap in filter(None, overlaps):
         run, line = re.fullmatch(rf"'([^']+)' is in {tmp_path}/items.jsonl:(\d+)", overlap).groups()
@@ -62,8 +65,28 @@ def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path
         found = EvaluationItems(str(tmp_path / "items.json"))
         assert "items.json:1 (item 2)" in found.overlap(words_of(f"so: {run}.")) and found.overlap(run.split()[1:]) is None
     (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
-    with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 13 words"):
+    with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 8 words"):
         EvaluationItems(str(tmp_path / "items.json"))
+
+
+@pytest.mark.parametrize("length", [7, 8, 12, 13, 14])
+def test_short_items_are_compared_as_a_whole_or_counted(tmp_path, length):
+    """GPT-3 (arXiv:2005.14165, appendix C) compares 8 to 13 words, by the lengths of the items."""
+    question = WORDS[:length]
+    write_jsonl(tmp_path / "items.jsonl", [{"question": " ".join(question), "answer": "nine"}, {"question": " ".join(WORDS[20:40])}])
+    found = EvaluationItems(str(tmp_path / "items.jsonl"))
+    assert (found.count, found.short) == (2, length < 8)
+    for text, is_found in ((["so", *question, "yes"], length > 7), (question[1:], length > 13), (["nine"], False)):
+        assert (found.overlap(text) is not None) == is_found
+
+
+def test_a_report_says_which_items_were_too_short_to_compare(prepared, tmp_path):
+    items = write_jsonl(tmp_path / "items.jsonl", [{"question": "How many planks?"}] * 5 + [{"question": " ".join(WORDS[:9])}])
+    source = write_jsonl(tmp_path / "x.jsonl", [{"text": f"plank {n}"} for n in range(30)] + [{"text": f"Exam: {' '.join(WORDS[:9])}"}])
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1, decontaminate=items)
+    lines = describe(prepare_set("documents", source, tmp_path / "out", options))
+    assert "Not compared: 5 of 6 evaluation items, whose texts have fewer than 8 words" in lines
+    assert "Removed: 1 document with text of evaluation items" in lines
 
 
 @pytest.mark.parametrize("kind, record", [

@@ -1,6 +1,7 @@
 """Records arrive whole and in order, and what cannot be used is refused by file and line."""
 
 import bz2
+import csv
 import gzip
 import importlib
 import json
@@ -12,6 +13,7 @@ import subprocess
 from dataclasses import fields, replace
 
 import huggingface_hub
+import pandas
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -22,6 +24,7 @@ from common.errors import DataError, SettingsError
 from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
+from extensions.inference.text import read_prompts
 
 
 def datasets():
@@ -66,6 +69,60 @@ def test_bom_crlf_blank_lines_long_lines_and_odd_unicode_are_read(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + jsonl(*texts, "", " \n\t").replace("\n", "\r\n\r\n").encode())
     found, reading = texts_of(path)
     assert found == texts and reading.empty == 2
+
+
+def rows_of(path, skip_bad=False, start=sources.Position()):
+    reading = Reading(skip_bad=skip_bad, start=start)
+    return [*read_records(Source(path=str(path), split="", column=""), reading)], reading
+
+
+@pytest.mark.parametrize("style", [{}, {"sep": ";"}, {"sep": "\t"}, {"quoting": csv.QUOTE_ALL}, {"lineterminator": "\r\n"},
+                                   {"encoding": "utf-8-sig"}, {"compression": "gzip"}])
+def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, style):
+    records = [{"prompt": prompt, "answer": answer} for prompt, answer in (
+        ("a, b; c\td", "007"), ("two\nlines", "1"), ('says "no"', "72.0"), ("é\u2028 👩‍👩‍👧", "NA"), (" x ", None), ("last", "null"))]
+    path = tmp_path / ("x.tsv" if style.get("sep") == "\t" else "x.csv.gz" if "compression" in style else "x.csv")
+    pandas.DataFrame(records).to_csv(path, index=False, **style)
+    found, _ = rows_of(path)
+    assert [record for _, record in found] == records
+    assert [where.rpartition(":")[2] for where, _ in found] == ["2", "3", "5", "6", "7", "8"]
+    library = datasets()
+    texts = library.Features({name: library.Value("string") for name in records[0]})
+    table = library.load_dataset("csv", data_files=str(path), split="train", features=texts, keep_default_na=False, cache_dir=str(tmp_path / "cache"),
+                                 **({"sep": style["sep"]} if "sep" in style else {}))
+    assert [{name: value or None for name, value in row.items()} for row in table] == records
+    # An interrupted preparation continues at a row.
+    assert [*rows_of(path, start=sources.Position(record=3))[0]] == found[3:]
+
+
+@pytest.mark.parametrize("content, reason", [
+    (b"text,id\nfirst,1\na,b,2\nlast,3\n", ":3: has 3 values for 2 columns; values with ',' or line ends must be in quotes"),
+    (b"text,id\nfirst,1\nun tres bel \xe9t\xe9,2\nlast,3\n", ":3: has bytes that are not UTF-8; correct the data.* convert it with: iconv -f WINDOWS-1252"),
+    (b'text,id\nfirst,1\n"a"b,2\n', ":3: not valid CSV: ',' expected after '\"'; correct the file"),
+    (b"text,text\nfirst,1\n", ":1: two columns have one name: .*; rename one")])
+def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
+    (tmp_path / "x.csv").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        rows_of(tmp_path / "x.csv")
+    if b"last" in content:
+        found, reading = rows_of(tmp_path / "x.csv", skip_bad=True)
+        assert [record["text"] for _, record in found] == ["first", "last"] and reading.bad == 1
+
+
+def test_the_same_rows_in_two_formats_are_read_once_as_by_datasets_and_other_mixtures_are_named(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(jsonl("one", "two"))
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    assert datasets().load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path.parent / "cache"))["text"] == ["one", "two"]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl("one", "two").encode()))
+    capsys.readouterr()
+    assert texts_of(tmp_path)[0] == ["one", "two"]
+    assert capsys.readouterr().err == f"{tmp_path}: reading 1 file; not read: 2 also in another format (a.jsonl, a.jsonl.gz)\n"
+    assert len(texts_of(tmp_path / "a.*")[0]) == 2
+    # Other names are other records, but perhaps not; descriptions of texts are told by their columns.
+    (tmp_path / "b.jsonl").write_text(jsonl("three"))
+    sources.remote_data.say_once.cache_clear()
+    assert texts_of(tmp_path)[0] == ["one", "two", "three"]
+    assert "reading 2 files, 1 of jsonl (b.jsonl); 1 of parquet (a.parquet); not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
@@ -133,7 +190,8 @@ def test_missing_files_of_a_set_and_plain_text_among_records_are_named(tmp_path,
     write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", "y-00001-of-00002.jsonl", "y-00002-of-00002.jsonl", "LICENSE.txt")
     assert len(texts_of(tmp_path)[0]) == 5
     assert capsys.readouterr().err == (
-        f"{tmp_path}: reading 5 files, 1 of plain text (LICENSE.txt); not read: 1 missing (x-00001-of-00003.jsonl)\n")
+        f"{tmp_path}: reading 5 files, 4 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl, "
+        "y-00001-of-00002.jsonl, ...); 1 of plain text (LICENSE.txt); not read: 1 missing (x-00001-of-00003.jsonl)\n")
     with pytest.raises(DataError, match="LICENSE.txt:1: is not a chat: it has a line of plain text, expected messages"):
         [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
 
@@ -612,6 +670,17 @@ def test_the_new_name_for_a_packed_file_that_is_named_like_text_works(tmp_path, 
             texts_of(tmp_path / name)
         (tmp_path / name).rename(tmp_path / str(refused.value).rpartition(" ")[2])
         assert texts_of(tmp_path / str(refused.value).rpartition(" ")[2])[0] == ["So."]
+
+
+def test_a_packed_file_gets_advice_that_passes_the_same_check(tmp_path):
+    """A name that is right already, and readers that do not go by the suffix."""
+    for name, read in (("x.jsonl.gz", texts_of), ("prompts.txt", lambda path: read_prompts(str(path))), ("prompts.jsonl", lambda path: read_prompts(str(path)))):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(gzip.compress(jsonl("So.").encode())) if name[0] == "x" else gzip.compress(b'{"prompt": "So."}'))
+        with pytest.raises(DataError, match="it is not text but a .gz file; write its content as text"):
+            read(path)
+        path.write_bytes(gzip.compress(jsonl("So.").encode()) if name[0] == "x" else b'{"prompt": "So."}')
+        assert read(path)
 
 
 def test_a_file_in_which_most_is_utf8_gets_no_command_that_would_spoil_it(tmp_path):

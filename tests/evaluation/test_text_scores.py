@@ -45,6 +45,32 @@ def test_exact_match_and_means_with_their_errors():
     assert found["generation_rouge_lsum"] == found["generation_rouge_1"]
 
 
+@pytest.mark.parametrize("answers, references, tokenizer", [
+    (["今天天气很好，我们去公园吧。", "他不喜欢吃鱼"], ["今天的天气很好，我们去公园玩。", "他不喜欢吃鱼。"], "zh"),
+    (["きょうはいい天気ですね。", "魚は食べません"], ["きょうは天気がいいですね。", "魚は食べませんよ"], "char"),
+    (["วันนี้อากาศดีมาก"], ["วันนี้อากาศดี"], "char"),
+    (["Сегодня хорошая погода, идём в парк", "Он не любит рыбу."], ["Сегодня очень хорошая погода, идём в парк", "Он не любит рыбу."], "13a"),
+    (["We met 王先生 in the park today, and went home"], ["We met 王先生 in the park, and then went home"], "13a")])
+def test_scores_of_other_scripts_compare_their_words(answers, references, tokenizer):
+    """By sacrebleu's tokenizer for the language, and rouge-score of the same words written as Latin ones."""
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+
+    found = score_texts(answers, references)[0]
+    assert found["generation_bleu"] == pytest.approx(sacrebleu.BLEU(tokenize=tokenizer).corpus_score(answers, [references]).score / 100) and (
+        found["generation_bleu"] > 0.1)
+    assert all(score_texts(texts, texts)[0][f"generation_rouge_{kind}"] == 1 for texts in (answers, references) for kind in ("1", "l"))
+    spelled = {}
+
+    def in_latin(text):
+        words = re.findall("[a-z0-9]+" if tokenizer == "13a" and "We" in text else "[\u3040-\u30ff\u3400-\u9fff]|[^\\W_\u3040-\u30ff\u3400-\u9fff]+", text.lower())
+        return " ".join(spelled.setdefault(word, f"w{len(spelled)}") for word in words)
+
+    pairs = [(in_latin(reference), in_latin(answer)) for answer, reference in zip(answers, references)]
+    expected = [RougeScorer(["rougeL"]).score(*pair)["rougeL"].fmeasure for pair in pairs]
+    assert found["generation_rouge_l"] == pytest.approx(np.mean(expected))
+
+
 def test_bleu_is_that_of_all_answers_together():
     import sacrebleu
 
@@ -81,7 +107,7 @@ def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(ans
         "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|>user<|end_header_id|>\n\n{{ m.content }}<|eot_id|>\n"
         f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{HEADER}{{% endif %}}")
     chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "sft", PreparationOptions(str(folder), "auto", 10**6, 0.2, workers=1))
-    config = load_config(stages.run("sft", tmp_path, **GENERATION).argv(TOKENIZER_PATH=folder, SFT_DATA_PATH=chats)).config
+    config = make_plan(stages.run("sft", tmp_path, **GENERATION).argv(TOKENIZER_PATH=folder, SFT_DATA_PATH=chats)).config
     tokenizer = load_tokenizer(str(folder))
     chat_format = load_chat_format(tokenizer)
     expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
@@ -100,6 +126,7 @@ def same(prompt, answer, record): return answer == record["answer"] or prompt ==
 def none(prompt, answer, record): return None
 def endless(prompt, answer, record): return float("inf")
 def bleu(prompt, answer, record): return 1
+def other(prompt, answer, record): return record["hint"]
 """
 
 
@@ -135,6 +162,7 @@ def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, s
     ("scores:none", "METRIC=scores:none has no score for the answer '"), ("scores:endless", "are not finite; the function gets"),
     ("scores:absent", "METRIC=scores:absent: a function cannot be imported: AttributeError"),
     ("no_such_module:f", "a function cannot be imported: ModuleNotFoundError"),
+    ("scores:other", "METRIC=scores:other reads a column 'hint', but the records have no 'hint': they have 'answer'; change the function"),
     ("scores", "METRIC=scores does not have the form module:function"), ("scores:bleu", "is the name of another metric")])
 def test_a_metric_that_is_no_number_or_cannot_be_imported_ends_the_run(metric, words, scores, stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, METRIC=metric, **GENERATION)

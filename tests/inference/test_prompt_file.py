@@ -4,6 +4,7 @@ import io
 import json
 import sys
 
+import pandas
 import pytest
 
 from common.errors import DataError
@@ -27,6 +28,22 @@ def test_a_line_of_text_is_a_prompt(tmp_path):
     assert [prompt.line for prompt in read_prompts(name)] == [1, 3, 4]
     (tmp_path / "dos.txt").write_bytes(b"one\r\ntwo\r\n")
     assert contents(str(tmp_path / "dos.txt")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.json", "p.parquet", "p.jsonl.gz"])
+def test_other_formats_of_records_are_read_as_records(name, tmp_path):
+    """Not as lines of text, of which a header would be the first prompt."""
+    table = pandas.DataFrame([{"prompt": "Who, you?\nMe?", "id": 1}, {"prompt": "Why?", "id": 2}])
+    if name == "p.parquet":
+        table.to_parquet(tmp_path / name)
+    elif name == "p.csv":
+        table.to_csv(tmp_path / name, index=False)
+    else:
+        table.to_json(tmp_path / name, orient="records", lines=name == "p.jsonl.gz")
+    assert contents(str(tmp_path / name)) == ["Who, you?\nMe?", "Why?"]
+    (tmp_path / "bad.csv").write_text("question\nWhy?\n")
+    with pytest.raises(DataError, match='bad.csv:1: expected an object with "prompt" or "messages"'):
+        read_prompts(str(tmp_path / "bad.csv"))
 
 
 @pytest.mark.parametrize("text, expected", [("a\nb\n", ["a", "b"]), ('\n{"prompt": "a"}\n', ["a"])])

@@ -48,6 +48,17 @@ def test_a_name_is_used_from_each_source_and_printed_once(source, name, value, e
     assert next(iter(expected)).upper() in note and len(implied) < len(expected)
 
 
+@pytest.mark.parametrize("source", ["flag", "env", "yaml", "json"])
+@pytest.mark.parametrize("name", ["eval_dataset", "val_file", "test_datasets", "validation_file", "val_files", "eval_dataset_path"])
+def test_a_validation_set_under_another_trainer_s_name_is_that_of_the_stage(source, name):
+    value = [{"path": "own.jsonl", "split": "train", "type": "chat_template"}] if source in ("yaml", "json") and name == "test_datasets" else "own.jsonl"
+    loaded = read(source, name, value)
+    assert loaded.config.validation_data_path == "own.jsonl" and f"{name} is our VALIDATION_DATA_PATH: own.jsonl" in "\n".join(loaded.notes).lower().replace(
+        "validation_data_path", "VALIDATION_DATA_PATH")
+    # As ./paddock train adds what it has prepared.
+    assert load("--eval-dataset", "own.jsonl", "--validation-data-path", "prepared").config.validation_data_path == "prepared"
+
+
 def test_rows_become_tokens_with_the_row_length_and_the_ranks():
     ranks = {"WORLD_SIZE": "2", "RANK": "0"}
     loaded = load("--gradient_accumulation_steps", "4", "--per_device_train_batch_size", "8", "--block_size", "1024", environ=ranks)

@@ -349,6 +349,21 @@ def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch)
     assert trained(RUN_NAME="given", LEARNING_RATE=learning_rate)["LEARNING_RATE"] == learning_rate
 
 
+def test_a_saved_model_stops_at_the_end_of_turn_that_its_template_writes(stages, tmp_path):
+    """It is neither the end of texts nor a token of a known name."""
+    (tmp_path / "tokenizer").mkdir()
+    load_tokenizer(str(stages.prepared.tokenizer)).save_huggingface(tmp_path / "tokenizer")
+    template = tmp_path / "tokenizer" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|eot_id|>", "<|reserved_special_token_9|>"))
+    options = PreparationOptions(str(tmp_path / "tokenizer"), "auto", 100_000, 0.1, workers=1)
+    chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "chats", options)
+    run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1, TOKENIZER_PATH=tmp_path / "tokenizer", SFT_DATA_PATH=chats).trained()
+    saved = load_tokenizer(str(run.checkpoint(1)))
+    base, end = json.loads((stages.base / "generation_config.json").read_text())["eos_token_id"], saved.special_ids["<|reserved_special_token_9|>"]
+    assert json.loads((run.checkpoint(1) / "generation_config.json").read_text())["eos_token_id"] == [*base, end]
+    assert saved.stop_ids == {*base, end} and end not in base
+
+
 def suppressed_by(folder: Path) -> list[int]:
     return json.loads((folder / "generation_config.json").read_text()).get("suppress_tokens", [])
 

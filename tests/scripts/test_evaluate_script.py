@@ -8,12 +8,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from commands import ROOT
-from factories import start
+from factories import start, tiny_model_folder
 
 from common.errors import CheckpointError, DataError, SettingsError
 from extensions.report.paired import paired_t, read_item_scores
+from tokenizer import load_tokenizer
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 
@@ -107,6 +110,41 @@ def test_flags_choose_the_evaluations_of_a_model_from_elsewhere(model, whole, pr
     assert of_chats["val_loss"] > expected["val_loss"] and "hellaswag_acc" not in of_chats
     with pytest.raises(SettingsError, match="contains preference pairs"):
         evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
+
+
+@pytest.mark.parametrize("longest", [24, 1500])
+def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp_path, capsys, longest):
+    """The labels are the best endings by transformers, of the last tokens that the model was made for (lm-evaluation-harness's formula)."""
+    transformers = pytest.importorskip("transformers")
+    (model := tmp_path / "model").mkdir()
+    tiny_model_folder(model, load_tokenizer(str(prepared.tokenizer)), context=longest)
+    network, tok = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(model)
+    rng, records, differ = np.random.default_rng(5), [], 0
+
+    def best(context, endings, limit):
+        scores, before = [], tok(context)["input_ids"]
+        for ending in endings:
+            ids = tok(f"{context} {ending}")["input_ids"]
+            count = len(ids) - len(before)
+            row = torch.tensor([ids[-(limit + 1):]])
+            with torch.no_grad():
+                logprobs = network(row[:, :-1]).logits[0].double().log_softmax(-1)[-count:]
+            scores.append(logprobs.gather(1, row[0, -count:, None]).sum().item())
+        return int(np.argmax(scores))
+
+    for _ in range(12):
+        context = "".join(rng.choice([*"abcdefghij "], 40 if longest < 100 else 1480)) + "so"
+        endings = ["".join(rng.choice([*"abcdefgh"], 5)) for _ in range(4)]
+        records.append({"ctx": context, "endings": endings, "label": best(context, endings, longest)})
+        differ += records[-1]["label"] != best(context, endings, 2000 if longest < 100 else 1024)
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = (model, "--eval-tasks", f"t:{tmp_path}/items.jsonl", "--precision", "fp32")
+    assert evaluate(*flags, output=tmp_path / "found.json")["metrics"]["t_acc"] == 1 and differ
+    shown = capsys.readouterr()
+    assert f"{longest:,} tokens at a time" in shown.out
+    assert (f"has 12 of 12 contexts that lose their beginning, since they do not fit into {longest} tokens" in shown.err) == (longest < 100)
+    evaluate(*flags, "--max-seq-len", 2000, output=tmp_path / "found.json")
+    assert f"was made for {longest:,} tokens, and is evaluated on up to MAX_SEQ_LEN=2,000" in capsys.readouterr().err
 
 
 def test_nothing_to_evaluate_is_an_error_that_lists_the_flags(model, tmp_path):

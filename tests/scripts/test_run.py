@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import ROOT
-from factories import argv_of, model_without_weights
+from factories import argv_of, model_without_weights, write_jsonl
 
 from common.errors import PaddockError
 from config import MODEL_SETTINGS
+from data_pipeline.shards import read_manifest
 from data_preparation_utils import is_source, prepare_from_flags
 from plan.make import make_plan
 
@@ -80,6 +81,22 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
     assert capsys.readouterr().out == f"Using data prepared earlier:\nPRETRAIN_DATA_PATH={folder}\n"
     assert project.command(f"--pretrain-data-path={folder}") == [*ALONE, f"--pretrain-data-path={folder}"]
     assert not project.made, "a user's own data is not the sample"
+
+
+@pytest.mark.parametrize("alias", ["--validation-data-path", "--eval-dataset"])
+def test_a_validation_set_is_prepared_as_a_whole_and_then_nothing_else_is_held_out(alias, project, prepared, capsys):
+    write_jsonl(Path("own.jsonl"), [{"text": f"The cat saw dog {number}."} for number in range(60)])
+    Path(".env").write_text(Path(".env").read_text().replace("VALIDATION_FRACTION=0.1\n", ""))
+    command = project.command("--pretrain-data-path", "corpus", alias, "own.jsonl")
+    config = make_plan(command[5:]).config
+    train, own = (read_manifest(Path(path)).splits for path in (config.pretrain_data_path, config.validation_data_path))
+    assert not own["validation"].documents and not train["validation"].documents and own["train"].documents == 60
+    assert train["train"].documents == sum(split.documents for split in read_manifest(prepared.shards).splits.values())
+    assert f"VALIDATION_DATA_PATH={config.validation_data_path}" in capsys.readouterr().out
+    # A share that is set is held out of the training data all the same, and prepared sets stay as they are.
+    explicit = make_plan(project.command("--pretrain-data-path", "corpus", alias, str(config.validation_data_path), "--validation-fraction", "0.2")[5:]).config
+    assert read_manifest(Path(explicit.pretrain_data_path)).splits["validation"].documents
+    assert explicit.validation_data_path == config.validation_data_path
 
 
 def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):

@@ -301,7 +301,7 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
               for name, record, words in (("deep", DEEP, "JSON"), ("text", {**ITEM, "endings": "abcd"}, "'endings' must be"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl contains no items"),
     missing=(gone("items.jsonl"), "cannot be read"),
-    gzip_cut=(all_of(put("i.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.gz")), "ended before"),
+    gzip_cut=(all_of(put("i.jsonl.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.jsonl.gz")), "ended before"),
     long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens")) + commands(
     "items", 3, nowhere=("scripts/load_hellaswag_dataset.py --source none.jsonl --output h.jsonl", "none.jsonl: no such"),
     into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set cannot be written"))

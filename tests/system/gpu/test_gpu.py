@@ -118,7 +118,7 @@ def an_item() -> Task:
     ids = torch.randint(VOCAB, (len(context) + sum(endings),), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
     numbers = [SHARED_PREFIX] * len(context) + [number for number, length in enumerate(endings, 1) for _ in range(length)]
     targets = torch.cat([torch.full((len(context),), IGNORE_INDEX, dtype=torch.int32), ids[len(context):]])
-    return Task(ids, torch.tensor(numbers, dtype=torch.int32), targets, endings, endings, 0)
+    return Task(ids, torch.tensor(numbers, dtype=torch.int32), targets, endings, endings, 0, False)
 
 
 @on_both

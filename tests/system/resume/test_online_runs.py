@@ -13,6 +13,7 @@ from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, writ
 
 import train
 from data_pipeline.shards import TokenizerInfo
+from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import RowOrder, open_example_set
 from extensions import online
@@ -20,6 +21,7 @@ from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
+from extensions.rewards import answer_column, with_answer
 from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
 
@@ -48,7 +50,18 @@ def infinite(prompt, answer, record):
     return float("nan") if is_bad(answer) else len(answer)
 
 def always(prompt, answer, record):
-    raise KeyError("score")
+    raise ValueError("no score")
+
+def declared(prompt, answer, record):
+    return len(record["hint"])
+
+declared.columns = "hint",
+
+def undeclared(prompt, answer, record):
+    return len(answer) + len(record["hint"])
+
+def own(prompt, answer, record):
+    return float(answer == record["answer"])
 
 def constant(prompt, answer, record):
     print("to the terminal, not into a reply")
@@ -220,6 +233,51 @@ def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, 
     run = stages.run("grpo", tmp_path / "runs", REWARD=reward, VALIDATE_EVERY=0)
     assert run.train() == code and words in capsys.readouterr().err
     assert run.lines("ledger") == [] and not run.steps_saved()
+
+
+def prompts_of(records, stages, folder, **source):
+    options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
+    source = Source(path=write_jsonl(folder / "asked.jsonl", records), **source)
+    return prepare_set("prompts", source, folder / "asked", options)
+
+
+@pytest.mark.parametrize("reward, column", [("exact", "answer"), ("math", "answer"), ("regex", "pattern"), ("rated:declared", "hint"),
+                                            ("rated:undeclared", "hint"), ("rated:own", "answer")])
+def test_a_column_that_no_record_has_is_refused_before_an_answer_and_the_advice_works(reward, column, functions, stages, tmp_path, capsys, monkeypatch):
+    """By the start and by check; the columns of a user's function count if they are declared, or if a call asks for them."""
+    records = [{"question": f"{number}+1?", "key": str(number + 1)} for number in range(40)]
+    monkeypatch.setattr(online.Rollouts, "generate", lambda *_: pytest.fail("an answer was generated"))
+    run = stages.run("grpo", tmp_path / "runs", REWARD=reward, GRPO_DATA_PATH=prompts_of(records, stages, tmp_path), MAX_STEPS=1)
+    assert run.train() == 2
+    words = (f"REWARD={reward} reads a column '{column}', but the records have no '{column}': they have 'question', 'key'; prepare the "
+             f"prompts with --map {column}=COLUMN")
+    assert words in capsys.readouterr().err and run.train(CHECK="true") == 2 and words in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    mapped = prompts_of(records, stages, tmp_path, map=f"{column}=key")
+    assert run.train(GRPO_DATA_PATH=mapped, CHECK="true") == 0 and run.train(GRPO_DATA_PATH=mapped) == 0
+
+
+@pytest.mark.parametrize("column, record", [
+    ("reward_model.ground_truth", lambda n: {"data_source": "sums", "prompt": [{"role": "user", "content": f"{n}+1?"}],
+                                             "reward_model": {"style": "rule", "ground_truth": str(n + 1)}}),
+    ("output", lambda n: {"instruction": "Add 1.", "input": str(n), "output": str(n + 1)}),
+    ("solution", lambda n: {"question": f"{n}+1?", "solution": f"so $\\boxed{{{n + 1}}}$"})])
+def test_answers_in_the_columns_of_verl_alpaca_and_others_are_used_and_named(column, record, functions, stages, tmp_path, capsys):
+    data = prompts_of(map(record, range(40)), stages, tmp_path)
+    run = stages.run("grpo", tmp_path / "runs", REWARD="math,rated:own", GRPO_DATA_PATH=data, MAX_STEPS=1)
+    assert run.train() == 0
+    assert f"REWARD=math,rated:own reads the column '{column}' as the answer of " in capsys.readouterr().out
+    for line in run.lines("rollouts"):
+        assert line["rewards"].keys() == {"math", "rated:own"}
+
+
+def test_a_value_is_that_of_the_first_column_that_has_one():
+    for given, column, answer in (({"answer": 0, "output": "x"}, "answer", 0), ({"answer": None, "reward_model": {"ground_truth": "7"}, "output": "x"},
+                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t")):
+        assert answer_column(given) == column and with_answer(given).get("answer") == answer
+    rewards = Rewards("REWARD", [("math", 1.0)])
+    assert rewards.check([("", '{"answer": 1}'), ("", '{"answer": null}')], "") == ["REWARD reads 'answer', which 1 of 2 records lack; answers to these are left out"]
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -1,5 +1,6 @@
 """Every stage in the training loop: exact steps, stop and resume, references and adapters, and what is refused."""
 
+import json
 import math
 import os
 import re
@@ -126,6 +127,37 @@ def test_what_is_measured_on_the_way_changes_nothing(run):
     unmeasured = run(mode, RUN_NAME="unmeasured", **UNMEASURED, LORA_DROPOUT=0.1)
     assert measured.train() == unmeasured.train() == 0
     assert_same_run(measured, unmeasured, 4, logs=["ledger"])
+
+
+@pytest.mark.parametrize("mode, data", [("sft", "chats"), ("lora-dpo", "pairs"), ("grpo", "prompts"), ("pretrain", "shards")])
+def test_a_validation_set_of_one_s_own_is_read_by_what_it_holds_out_or_as_a_whole(mode, data, stages, tmp_path, capsys):
+    """A set of just the examples that the data holds out gives the same figures as these, and training has the same bits."""
+    folder = stages.prepared.shards if mode == "pretrain" else getattr(stages, data)
+
+    def trained(name, **changes):
+        changes = UNMEASURED | {"VALIDATE_EVERY": 1, "MAX_STEPS": 1} | changes
+        run = TinyRun(stages.prepared, tmp_path / name, **changes) if mode == "pretrain" else stages.run(mode, tmp_path / name, **changes)
+        return run.trained()
+
+    def alone(name, split):
+        """A copy whose only split is this one."""
+        copy = shutil.copytree(folder, tmp_path / name)
+        manifest = json.loads((copy / "manifest.json").read_text())
+        nothing = {key: [] if key == "shards" else 0 for key in manifest["splits"][split] if key != "segments"}
+        manifest["splits"] = {"train": manifest["splits"][split], "validation": nothing}
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        return copy
+
+    usual = trained("usual")
+    for other in (trained("held-out", VALIDATION_DATA_PATH=folder), trained("whole", VALIDATION_DATA_PATH=alone("copy", "validation"))):
+        assert without_clocks(other.metrics()) == without_clocks(usual.metrics()) and other.lines("evaluations") == usual.lines("evaluations")
+        assert_same_run(other, usual, 1, logs=["ledger"])
+    capsys.readouterr()
+    others = trained("others", VALIDATION_DATA_PATH=alone("more", "train"))
+    assert re.search(rf"Data: .* held out \({tmp_path}/more\) from {folder}", capsys.readouterr().out)
+    assert others.lines("ledger") and others.lines("evaluations")[0]["items"] != usual.lines("evaluations")[0]["items"]
+    trained("unread", VALIDATION_DATA_PATH=folder, VALIDATE_EVERY=0)
+    assert f" ({folder} is not read: VALIDATE_EVERY=0) from {folder}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["kto", "lora-dpo", "grpo"])

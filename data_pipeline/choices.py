@@ -1,0 +1,105 @@
+"""Read multiple-choice items: HellaSwag's, and those of other sets in its schema.
+
+The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
+`ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
+(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending.
+"""
+
+import re
+import string
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import DataError, unreadable
+from common.files import plain
+from common.text import command
+from data_pipeline.chats import json_in
+from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
+
+MOST_ENDINGS = 16
+HELLASWAG = "HELLASWAG_PATH="  # only its items are cleaned, and they are checked more strictly
+
+
+class Item(NamedTuple):
+    """A question as it is scored."""
+
+    where: str  # file:line
+    context: str
+    endings: list[str]
+    label: int
+    unused: tuple[str, ...] = ()  # fields of the record that are not scored; none for HellaSwag
+    first_label: int = 0  # of the file: 0, or 1 if its labels count from 1
+
+
+def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
+    """Read all items of a file in any format of `data_pipeline.sources`; errors name the `setting`."""
+    advice = "name a file in HellaSwag's schema"
+    if setting == HELLASWAG:
+        advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
+    try:
+        with open(path, "rb", opener=plain):
+            source = Source(path=str(path), split="", column="")
+            records = read_records(source, Reading(advice="correct the record, or remove it"))
+            items = [parse_item(record, where, setting == HELLASWAG) for where, record in records]
+    except OSError as error:
+        raise DataError(f"{setting}{path} {unreadable(error, advice)}") from error
+    if not items:
+        raise DataError(f"{setting}{path} contains no items; {advice}")
+    if last := next((item for item in items if item.label == len(item.endings)), None):
+        if not all(item.label for item in items):
+            raise DataError(f"{last.where}: 'label' is {last.label}, but it must be 0 to {last.label - 1}, "
+                            "since the file has labels that are 0; correct it")
+        items = [item._replace(label=item.label - 1, first_label=1) for item in items]
+    return items
+
+
+def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True) -> Item:
+    """Return the item in a record; one of HellaSwag has 4 endings, an activity and the harness's wording.
+
+    A label that is the number of endings is right if the labels of the file count from 1.
+    """
+    def invalid(problem: str) -> DataError:
+        return DataError(f"{where}: {problem}; correct the record, or remove it")
+
+    def text(key: str, default: Any = None) -> str:
+        value = record.get(key, default)
+        if flaw := flaw_of(value):
+            raise invalid(f"{key!r} {flaw}")
+        return value
+
+    if "endings" not in record:
+        raise DataError(f"{where}: has no 'endings'; it has {columns_of(record)}, expected ctx, endings and "
+                        "label, as in HellaSwag's file; write these names")
+    endings, label = record["endings"], record.get("label")
+    with suppress(DataError):  # in CSV, a list is its JSON
+        endings = json_in("endings", endings, list)
+    counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
+    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
+        raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
+    if label in (None, "", -1, "-1"):
+        raise DataError(f"{where}: has no label; use the validation split, as the test split has no labels")
+    letters = string.ascii_uppercase[:len(endings)]
+    labels = {**{str(number): number for number in range(len(endings) + 1)},
+              **{letter: number for number, letter in enumerate(letters)}}
+    if (name := str(label).strip().upper()) not in labels:
+        raise invalid(f"'label' must be 0 to {len(endings) - 1} (or in the whole file 1 to {len(endings)}), "
+                      f"or A to {letters[-1]}, got {label!r:.60}")
+    used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]
+    unused = tuple(sorted(record.keys() - {*used, "endings", "label"}))
+    context = " ".join(map(text, used))
+    if is_hellaswag:
+        if "ctx_a" in record:
+            context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}"
+        context, unused = clean(f"{text('activity_label')}: {context}"), ()
+        endings = [*map(clean, endings)]
+    if not all(endings):
+        raise invalid(f"ending {endings.index('')} is empty")
+    return Item(where, context, endings, labels[name], unused)
+
+
+def clean(text: str) -> str:
+    """Remove WikiHow's bracketed markup. Source: lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
