@@ -189,10 +189,10 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
 def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
-    Both are without thoughts. Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
-    with their defaults, or with words of other scripts: by default, ROUGE compares only Latin letters and
-    digits, and BLEU what spaces separate. ROUGE-Lsum compares line by line. BLEU is computed over the whole
-    corpus, so it has no standard error.
+    Both are without thoughts. Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from
+    rouge-score and sacrebleu with their defaults, or with words of other scripts: by default, ROUGE compares
+    only Latin letters and digits, and BLEU what spaces separate. ROUGE-Lsum compares line by line. BLEU is
+    computed over the whole corpus, so it has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer
