@@ -30,7 +30,11 @@ def env_example() -> str:
     lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
              "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS is",
              "# --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
-             "# libraries (HF_TOKEN, WANDB_API_KEY, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
+             "# libraries (HF_TOKEN, WANDB_API_KEY, CUDA_VISIBLE_DEVICES, ...) may be set here too.",
+             "#",
+             "# Three rules: flags and the process environment apply to this start. A run's record is",
+             "# next, --config, .env and presets follow, and defaults are last. When a run resumes, safe",
+             "# settings, MAX_STEPS and EPOCHS still come from here; other ones only from flags."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:
@@ -45,7 +49,7 @@ def table(*heading: str, rows: Iterable[Iterable[Any]]) -> list[str]:
 
 def settings_tables() -> Iterator[str]:
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume.replace("safe", ""))
+        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume.replace("safe", "").replace("content", ""))
                 for _, name, default, meaning, on_resume in settings)
         yield from ("", f"## {section}", *table("setting", "default", "meaning", "on resume", rows=rows)[:-1])
     yield ""
