@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from checkpoint import huggingface, peft, schema, store
+from checkpoint import peft, schema, store
+from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
@@ -296,7 +297,7 @@ def context_of(folder: Path) -> Optional[int]:
     """Return the number of tokens that a model, or the base of adapters, was made for; None if unknown."""
     with suppress(PaddockError):
         folder = folder if (folder / "config.json").is_file() else base_of_adapters(folder)
-        return huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
+        return context_length(read_model_json(folder / "config.json"))
     return None
 
 

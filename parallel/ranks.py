@@ -163,6 +163,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
             terms = _terms_of_rank0(None, ranks, decide)
         else:
             store = explaining(ranks, _join_store, ranks)
+            process.MARKERS.add(process.JOINED)  # an error below is one of all ranks
             terms = _terms_of_rank0(store, ranks, decide)
         device_type = terms["device"]
         if device_type == "cuda":
@@ -285,11 +286,16 @@ def _terms_of_rank0(store: Optional[dist.Store], ranks: Ranks, decide: Callable[
         if store is None:
             return answer["terms"]
         store.set("terms", json.dumps(answer))
+        if "error" in answer:  # the store ends with this process
+            with suppress(RuntimeError):  # a rank has died
+                store.wait([f"read-{rank}" for rank in range(1, ranks.world_size)],
+                           timedelta(seconds=JOIN_SECONDS))
     seconds = 0.01
     while not store.check(["terms"]):
         time.sleep(seconds)
         seconds = min(2 * seconds, 0.5)
     answer = json.loads(store.get("terms"))
+    store.set(f"read-{ranks.rank}", "yes")
     if "error" in answer:
         raise on_all_ranks(*answer["error"])
     return answer["terms"]
@@ -350,7 +356,7 @@ TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout"
 # Texts of cudaGetErrorString for errors of the hardware or the driver, as torch and NCCL quote them.
 GPU_FAILED = (r"(?:CUDA error: |Cuda failure (?:\d+ )?')((?:uncorrectable|unspecified launch failure|unknown "
               r"error|hardware stack|no CUDA-capable|CUDA-capable device|system not yet|driver)[^\n']*)")
-CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+CONNECTION_LOST = ("closed by peer", "Failed to recv", "reset by peer", "Broken pipe", "remote process exited")
 
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:

@@ -45,7 +45,8 @@ def train_command(kind: str, folder: Path, used) -> str:
     splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))
     wanted = {"training_stage": stage, f"{stage}_data_path": folder,
               "tokenizer_path": config.tokenizer_path and used.tokenizer_path,
-              "validate_every": config.validate_every if "validation" in splits else 0}
+              "validate_every": config.validate_every if "validation" in splits else 0,
+              "generation_eval_every": config.generation_eval_every if stage in ("sft", "dpo") else 0}
     if kind == "documents":  # a row must not be longer than a split
         tokens = min(split["tokens"] for split in splits.values())
         wanted["max_seq_len"] = min(config.max_seq_len, 1 << max(0, (tokens - 1).bit_length() - 1))
@@ -61,7 +62,7 @@ def train_command(kind: str, folder: Path, used) -> str:
                 wanted["total_batch_size"] = max(1, batch // row) * row
     else:
         if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
-            wanted["preference_objective"] = "kto"
+            wanted |= {"preference_objective": "kto", "generation_eval_every": 0}
         tokenizer = used.tokenizer_path
         is_model = os.path.isfile(os.path.join(tokenizer, "config.json")) or is_hub_name(tokenizer)
         steps = sorted(Path(config.output_dir).glob("*/checkpoints/step-*"), key=os.path.getmtime)
@@ -70,7 +71,7 @@ def train_command(kind: str, folder: Path, used) -> str:
                 and saved["TOKENIZER_PATH"] == tokenizer]
         named = [getattr(used, name) for name in used.start_settings]
         start = [*named, *([tokenizer] if is_model else runs[-1:]), "MODEL"][0]
-        wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
+        wanted |= {"pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint": start, "random_init": False}
     flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
              for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
     return command("scripts/run.py", "--run-name", free_run_name(folder.name, config), *flags)

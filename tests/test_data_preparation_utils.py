@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from factories import PATIENCE, prepare_under_fire, start_preparation, write_jsonl
+from factories import PATIENCE, checkpoint_without_weights, prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
 from config import Config
@@ -484,7 +484,7 @@ def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, t
     assert first == tmp_path / "out" / "my-corpus" and first.resolve() == before != other.resolve()
 
 
-OF_ANOTHER_STAGE = ("TRAINING_STAGE={}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nMICRO_BATCH_SIZE=6\nEPOCHS=2\n"
+OF_ANOTHER_STAGE = ("TRAINING_STAGE={}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nEPOCHS=2\n"
                     "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\n")
 
 
@@ -498,10 +498,8 @@ def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, 
     folder = stages.prepared.shards if name == "text" else getattr(stages, name)
     used = Config(tokenizer_path=str(stages.prepared.tokenizer))
     unknown = train_command(kind, folder, used)
-    steps = Path("runs/a b/checkpoints/step-00000002")
-    steps.mkdir(parents=True)
     stage = "pretrain" if kind == "chats" else "sft"
-    (steps / "trainer_state.json").write_text(json.dumps({"settings": {"TRAINING_STAGE": stage, "TOKENIZER_PATH": used.tokenizer_path}}))
+    checkpoint_without_weights(Path("runs/a b"), 2, TRAINING_STAGE=stage, TOKENIZER_PATH=used.tokenizer_path)
     line = train_command(kind, folder, used)
     assert ("MODEL" in unknown, "'a b'" in line) == (kind != "documents", kind != "documents") and "MODEL" not in line
     words = shlex.split(line)

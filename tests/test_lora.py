@@ -24,7 +24,6 @@ from extensions.inference.weights import merge, merged_state_dict, model_from_te
 from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
-from model_utils import read_model_config
 from parallel.ranks import start_ranks, stop_ranks
 from plan.identity import weights_sha256
 from run.facts import token_ids_to_train
@@ -250,14 +249,14 @@ def test_rows_that_resizing_added_are_untrained_and_printed(by, tied, tmp_path):
         stored = huggingface.with_rows(huggingface.load_model_weights(tmp_path), 305)
         save_file({name: tensor.full().contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors", {"format": "pt"})
         (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"vocab_size": 300', '"vocab_size": 305'))
-    config = Config(lora_enabled=True, **read_model_config(tmp_path).model_dump())
+    config = Config(lora_enabled=True, **model_json.read_model_config(tmp_path).model_dump())
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=306, special_ids={"<a>": 300, "<b>": 302}), used_ids=lambda: [1, 5, 299, 300, 302])
     ids, others = token_ids_to_train(config, inputs, tmp_path)
     # Of a padded base, the last row is one that it has; otherwise the base lacks it.
     assert ids == dict.fromkeys(["tok_embeddings"] + ["output"] * (not tied), [300, 302] + [305] * ("padded" not in by))
     assert others == [301, 303, 304] + [305] * ("padded" in by)
 
-    model = new_model(read_model_config(tmp_path), 306)
+    model = new_model(model_json.read_model_config(tmp_path), 306)
     lora.add_adapters(model, config, torch.Generator(), ids)
     model.unused_untrained_ids = others
     tokenizer = SimpleNamespace(vocab_size=306, special_ids=inputs.tokenizer.special_ids, decode=str)

@@ -50,7 +50,7 @@ def read(kind, tmp_path, *records, **options):
                    {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [{**ASK, "parts": ["Wh", "y?"]}, SAY]),
     # As `datasets` writes a sequence of objects: an object of lists.
     ({"messages": {"role": ["system", "user", "assistant"], "content": ["Be kind.", "Why?", "So."]}}, [SYSTEM, ASK, SAY]),
-    ({"conversations": {"from": ["human", "gpt"], "value": ["Why?", "So."], "weight": [None, 1]}}, [ASK, SAY]),
+    ({"conversations": {"from": ["human", "gpt"], "value": ["Why?", "So."], "weight": [None, 1]}}, [ASK, {**SAY, "train": True}]),
     # Messages as their JSON, as in columns of tables.
     ({"messages": json.dumps([SYSTEM, ASK, SAY])}, [SYSTEM, ASK, SAY]),
     ({"prompt": json.dumps([ASK]), "completion": f" {json.dumps([SAY], indent=1)}\n"}, [ASK, SAY]),

@@ -105,7 +105,6 @@ TOO_LARGE = [
     ("1.3b", {"compile": "false", "world_size": 8}, 48), ("1.3b", {"micro_batch_size": 64}, 80)]
 
 
-@pytest.mark.xfail(strict=True, reason="extensions/forecast.py calls rules() with a keyword that is gone")
 @pytest.mark.parametrize("preset, changes, memory", TOO_LARGE)
 def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ({"preset": preset} | changes).items()]
@@ -122,7 +121,6 @@ def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     assert better.accumulation_steps * better.micro_batch_size == config.accumulation_steps * config.micro_batch_size
 
 
-@pytest.mark.xfail(strict=True, reason="extensions/forecast.py calls rules() with a keyword that is gone")
 def test_the_advice_on_memory_takes_the_cheapest_first():
     config = Config(micro_batch_size=32)
     forecast = lambda **changes: estimate_memory(config.model_copy(update=changes), 128_256, 2).total

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from factories import MODES, ONLINE, TinyRun, assert_same_run
+from factories import MODES, ONLINE, TinyRun, assert_same_run, model_without_weights
 
 from checkpoint.tensors import open_tensors, read_all
 from config import Config, rules
@@ -330,7 +330,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("settings, error", REFUSED, ids=[error for _, error in REFUSED])
-def test_what_does_not_work_is_refused(settings, error, prepared):
+def test_what_does_not_work_is_refused(settings, error, prepared, tmp_path):
+    if "PRETRAIN_CHECKPOINT" in settings:
+        settings = settings | {"PRETRAIN_CHECKPOINT": model_without_weights(tmp_path / "x")}
     flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (prepared.settings() | settings).items()]
     with pytest.raises(Exception, match=re.escape(error)):
         make_plan(flags, {})

@@ -112,7 +112,7 @@ def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, c
 
 
 def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensible(prepared, tmp_path, capsys):
-    """Of 183 rows a step reads four, so 183 steps are four passes."""
+    """Of 185 rows a step reads four, so 185 steps are four passes."""
     run = TinyRun(prepared, tmp_path, TOTAL_BATCH_SIZE=128, DIM=8, **UNMEASURED)
 
     def warnings(**changes) -> str:
@@ -122,7 +122,7 @@ def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensib
 
     assert warnings(MAX_STEPS=180) == ""
     message = warnings(MAX_STEPS=8000)
-    assert message.startswith("the run reads the data 175 times, but more than about 4 passes")
+    assert message.startswith("the run reads the data 173 times, but more than about 4 passes")
     assert warnings(MAX_STEPS=re.search(r"MAX_STEPS=(\d+)", message)[1]) == ""
     assert warnings(MAX_STEPS=150, DIM=32) == "few tokens for a model of this size: use more data, or a smaller model (DEPTH)"
     assert warnings(MAX_STEPS=99, DIM=32) == "", "a trial of the machinery"

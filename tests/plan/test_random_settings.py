@@ -44,7 +44,7 @@ TEXTS = {
     "extensions": ("", "default", "guards", "default,rounding", "online,evaluate", "nonsense", "default,nonsense"),
     "cache_dir": ("{folder}/cache",), "pretrain_data_path": ("{shards}", "{chats}", *NOWHERE),
     "sft_data_path": ("{chats}", "{shards}", *NOWHERE), "dpo_data_path": ("{pairs}", "{unpaired}", "{chats}", *NOWHERE),
-    "grpo_data_path": ("{prompts}", "{pairs}", *NOWHERE), "hellaswag_path": ("{items}", "{folder}/nowhere"),
+    "grpo_data_path": ("{prompts}", "{pairs}", *NOWHERE), "validation_data_path": ("{shards}", "{chats}", *NOWHERE), "hellaswag_path": ("{items}", "{folder}/nowhere"),
     "eval_tasks": ("farm:{items}", "a:{items},a:{items}", "farm", "Farm:{items}", "val:{items}", "farm:{folder}/nowhere"),
     "hellaswag_name": ("Farm", ""), "tokenizer_path": ("{tokenizer}", "{items}", *NOWHERE),
     "system_prompt": ("", "Be brief."), "train_only": ("0", "0,1", "1,7", "x"),

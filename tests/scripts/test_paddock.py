@@ -83,7 +83,8 @@ def clone(template, tmp_path) -> SimpleNamespace:
     """A fresh clone in a folder with a space in its name, with scripts that note how they are called, and a way to call ./paddock."""
     root, log = tmp_path / "my clone", tmp_path / "log"
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("*.py", "sample", "__pycache__"))
-    shutil.copytree(ROOT / "common", root / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("common", "parallel"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("paddock", "requirements.txt", "requirements-extras.txt"):
         shutil.copy(ROOT / name, root)
     for command in RUNS.values():

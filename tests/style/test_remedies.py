@@ -61,7 +61,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      SFT + " --total-batch-size {0}"),
     ("pairs", env(VALIDATE_EVERY=0, PAIR_TRUNCATION="drop"), DPO, "set it to ([0-9]+) or more", nothing,
      DPO + " --max-seq-len {0} --micro-batch-size 1 --total-batch-size {0}"),
-    ("held-out", manifest(lambda m: m["splits"].pop("validation")), CHECK, "set VALIDATE_EVERY=0", nothing,
+    ("held-out", manifest(lambda m: m["splits"].pop("validation")), CHECK, "or VALIDATE_EVERY=0", nothing,
      f"{CHECK} --validate-every 0"),
     ("text", all_of(put("t.txt", "a line\n" * 999), env(PRETRAIN_DATA_PATH="t.txt")), CHECK, f"prepare it with {ADVISED}",
      nothing,

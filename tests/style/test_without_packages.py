@@ -9,8 +9,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+import torch
 from commands import ROOT, python
 from factories import TINY, UNMEASURED, TinyRun, argv_of
+from safetensors.torch import save_file
 
 BLOCKED = ("wandb", "datasets", "trl", "transformers", "peft", "bitsandbytes", "matplotlib", "tensorboard", "accelerate",
            "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "rouge_score", "sacrebleu", "lm_eval")
@@ -108,6 +110,6 @@ def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, sources,
     teacher = tmp_path / "gpt2"
     teacher.mkdir()
     (teacher / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 512}))
-    (teacher / "model.safetensors").touch()
+    save_file({"wte.weight": torch.zeros(512, 1)}, teacher / "model.safetensors")
     distilled = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": teacher, "RUN_NAME": "distilled"}
     assert "pip install transformers" in machine("train.py", *run.argv(**distilled), code=2)

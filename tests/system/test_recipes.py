@@ -191,30 +191,30 @@ def prove_slic(*paths: Path) -> None:
     assert float(objective.loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def prove_tsv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+def prove_psv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     """Python's csv reads the same rows; the tokens are those of the same records as JSON lines; a short row is refused by its line."""
     from common.errors import DataError
     from data_pipeline.sources import Reading, Source, read_records
     from data_preparation_utils import PreparationOptions, prepare_set
 
-    table, lines = out / "chats.tsv", out / "chats.jsonl"
+    table, lines = out / "chats.psv", out / "chats.jsonl"
     rows = [{"prompt": f"{number} and {number}?", "completion": f" {2 * number}, \"of course\" é"} for number in range(40)]
-    table.write_text("".join("\t".join(row) + "\n" for row in ([*rows[0]], *(row.values() for row in rows))), encoding="utf-8")
+    table.write_text("".join("|".join(row) + "\n" for row in ([*rows[0]], *(row.values() for row in rows))), encoding="utf-8")
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(table, encoding="utf-8", newline="") as file:
-        expected = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+        expected = [*csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE)]
     assert [record for _, record in read_records(Source(str(table)), Reading())] == expected == rows
     options = PreparationOptions(str(tokenizer), "auto", 100_000, 0.1, workers=1)
     sets = [prepare_set("chats", str(path), out / path.suffix, options) for path in (table, lines)]
     ours, theirs = ([path.read_bytes() for path in sorted(folder.glob("*.bin"))] for folder in sets)
     assert ours == theirs != []
     table.write_text(table.read_text(encoding="utf-8") + "alone\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"chats\.tsv:42: expected 2 cells, got 1"):
+    with pytest.raises(DataError, match=r"chats\.psv:42: expected 2 cells, got 1"):
         [*read_records(Source(str(table)), Reading())]
 
 
 RECIPES = {"biases": prove_biases, "Lion": prove_lion, "norm of the weights": prove_number, "spectral": prove_spectral,
-           "SLiC": prove_slic, "TSV": prove_tsv}
+           "SLiC": prove_slic, "PSV": prove_psv}
 LEFT_OUT = [(title, number) for title in RECIPES for number in range(len(changes_of(title)))]
 
 

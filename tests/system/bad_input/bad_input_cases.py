@@ -249,7 +249,7 @@ SHARDS = group(
     shards=(manifest(lambda m: m["splits"]["train"].update(shards="ab")), "splits.train.shards: "),
     no_shards=(manifest(lambda m: m["splits"]["train"].update(shards=[], tokens=0)), "lists no train shards"),
     outside=(first_shard(file="../set/train-00000.bin"), "shards.0.file: "),
-    one_more=(manifest(lambda m: (shards_of(m).append({"file": "x.bin", "tokens": 5, "sha256": ""}), m["splits"]["train"].update(tokens=3965))), "x.bin: is missing"),
+    one_more=(manifest(lambda m: (shards_of(m).append({"file": "x.bin", "tokens": 5, "sha256": ""}), m["splits"]["train"].update(tokens=m["splits"]["train"]["tokens"] + 5))), "x.bin: is missing"),
     twice=(manifest(lambda m: shards_of(m).append(shards_of(m)[0])), "a shard is listed twice"),
     sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "expected 5")) + group(
     "segments", SFT, 3,

@@ -173,7 +173,7 @@ def start_stuck(in_group: bool) -> None:
     collectives.HangWatchdog = watchdog
     if is_rank(1):
         torch.distributed.init_process_group = lambda *_, **__: time.sleep(600)
-    collectives.start_ranks("cpu", 600)
+    collectives.start_ranks("cpu", TIMEOUT)
 
 
 @pytest.mark.parametrize(("in_group", "message"), [
@@ -336,10 +336,13 @@ def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
     message = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
     assert message.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
 
-    def fail(ranks, seconds) -> None:
+    def fail(*_) -> None:
         raise CudaError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for")
 
     monkeypatch.setenv("WORLD_SIZE", "10")
     monkeypatch.setattr(collectives, "_init_process_group", fail)
+    monkeypatch.setattr(collectives, "_join_store", lambda ranks: collectives.watch(torch.distributed.HashStore(), ranks, 60, True) or True)
+    monkeypatch.setattr(collectives, "_terms_of_rank0", lambda *_: {"device": "cpu", "timeout": 60})
     with pytest.raises(CudaError):  # not an error of its address
         collectives.start_ranks("cpu", 60)
+    collectives.stop_watchdog()

@@ -65,7 +65,7 @@ def test_the_launcher_restarts_crashes_and_hangs_and_reports_the_cause(starts, c
     ending, message = job.run()
     cause = ending.cause or RankExit(False, 0, 0, 0)
     assert (len(job.told), cause.code, cause.sentence, message) == (count, code, sentence, words)
-    assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else ""}
+    assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else "", "settings": {}}
                         for number in range(count)]
 
 
