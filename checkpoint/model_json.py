@@ -301,10 +301,10 @@ def other_format(folder: Path) -> str:
     return other_trainers.advice_on_folder(folder) if other_trainers else "; name another folder"
 
 
-def refuse_adapters(folder: Path) -> None:
+def refuse_adapters(folder: Path, remedy: str = "merge them first") -> None:
     """Raise CheckpointError if a folder contains adapters instead of a full model."""
     if os.path.exists(folder / ADAPTERS):
-        raise CheckpointError(f"{folder} contains adapters, not a full model; merge them first: "
+        raise CheckpointError(f"{folder} contains adapters, not a full model; {remedy}: "
                               f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")
 
 

@@ -7,7 +7,6 @@ disk.
 """
 
 import json
-import os
 import shutil
 import time
 from collections import Counter
@@ -61,6 +60,7 @@ from data_pipeline.workers import (
     position_of,
     worker_tokenizer,
 )
+from parallel.process import cores
 from tokenizer import Tokenizer
 
 # Part of the key: increase it when tokens or files differ for the same text. RULES is not: it is the version
@@ -304,8 +304,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         tokens_before = sum(writer.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        workers = options.workers or cores
+        workers = options.workers or cores()
         only_tokenize = not kind.name and not options.decontaminate and isinstance(plan.tokenizer, Tokenizer)
         TOKENIZERS.clear()
         TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer

@@ -88,6 +88,11 @@ def leaving_what_is_stuck() -> Iterator[None]:
             os._exit(error.code if exits else int(error is not None))
 
 
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def rank_note() -> str:
     """Return what makes this process a rank, and the remedy, until it has found a launcher or other ranks."""
     names = [name for name in RANK_VARIABLES if name in os.environ]

@@ -356,7 +356,8 @@ TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout"
 # Texts of cudaGetErrorString for errors of the hardware or the driver, as torch and NCCL quote them.
 GPU_FAILED = (r"(?:CUDA error: |Cuda failure (?:\d+ )?')((?:uncorrectable|unspecified launch failure|unknown "
               r"error|hardware stack|no CUDA-capable|CUDA-capable device|system not yet|driver)[^\n']*)")
-CONNECTION_LOST = ("closed by peer", "Failed to recv", "reset by peer", "Broken pipe", "remote process exited")
+CONNECTION_LOST = ("closed by peer", "Failed to recv",
+                   "reset by peer", "Broken pipe", "remote process exited")
 
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:

@@ -245,7 +245,10 @@ def settle(layers: Sequence[Layer], known: Known, complete: bool = True) -> Sett
     if not complete:
         return Settled(config, given, {}, {}, Start(), explicit, invalid, notes, warnings)
 
-    # The START_FROM setting of the highest layer counts; in one layer, the usual one of the stage.
+    # The START_FROM setting of the highest layer counts; in one layer, the usual one of the stage. `none`
+    # replaces what a lower layer names, and names nothing.
+    for name in [name for name in START_FROM if name in given and getattr(config, name) is None]:
+        del given[name]
     named = sorted(config.start_settings, key=at.__getitem__, reverse=True)
     named = [name for name in config.start_settings if at[name] == at[named[0]]] if named else []
     replaced = [name for name in config.start_settings if name not in named]

@@ -35,7 +35,7 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], exp
     if start.kind != "from" or start.folder is None:
         return ModelOfStart(start, {}, [])
     if not config.lora_enabled:
-        refuse_adapters(Path(start.folder))
+        refuse_adapters(Path(start.folder), "train them with LORA_ENABLED=true, or merge them first")
     folder = Path(start.base or start.folder)
     model = read_model_config(folder)
     values, notes = model.model_dump(include={*MODEL_SETTINGS}), []

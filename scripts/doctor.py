@@ -25,7 +25,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.files import free_bytes, why_not_writable  # noqa: E402
 from common.text import PROGRAM, counted, last_line, show  # noqa: E402
-from parallel.process import why_no_kernels  # noqa: E402
+from parallel.process import cores, why_no_kernels  # noqa: E402
 from scripts.environment import damaged, not_importable  # noqa: E402
 
 OK, LIMITS, FAIL = "ok", "-", "FAIL"
@@ -170,9 +170,8 @@ def check_compiler() -> Finding:
 
 
 def check_machine() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Finding(OK, "machine", f"{platform.system()} {platform.machine()}, {counted(cores, 'core')}, "
+    return Finding(OK, "machine", f"{platform.system()} {platform.machine()}, {counted(cores(), 'core')}, "
                    f"{memory:.0f} GiB memory")
 
 

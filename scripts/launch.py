@@ -522,8 +522,7 @@ def main() -> None:
     ranks = ranks or 1
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # used by SHARDING=hybrid
     check_settings(flags, args.nnodes * ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // ranks)))
     os.environ[process.LAUNCHER_PID] = str(os.getpid())
     sys.stdout.reconfigure(line_buffering=True)
     job = Job(args, flags, config, ranks)

@@ -71,7 +71,8 @@ def train_command(kind: str, folder: Path, used) -> str:
                 and saved["TOKENIZER_PATH"] == tokenizer]
         named = [getattr(used, name) for name in used.start_settings]
         start = [*named, *([tokenizer] if is_model else runs[-1:]), "MODEL"][0]
-        wanted |= {"pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint": start, "random_init": False}
+        wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
+        wanted["random_init"] = False
     flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
              for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
     return command("scripts/run.py", "--run-name", free_run_name(folder.name, config), *flags)

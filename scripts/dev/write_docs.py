@@ -47,9 +47,12 @@ def table(*heading: str, rows: Iterable[Iterable[Any]]) -> list[str]:
     return ["", lines[0], "|" + "---|" * len(heading), *lines[1:], ""]
 
 
+SHOWN = {"safe": "", "content": ""}  # on resume: these need no explanation
+
+
 def settings_tables() -> Iterator[str]:
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume.replace("safe", "").replace("content", ""))
+        rows = ((f"`{name}`", f"`{default}`" * bool(default), cell(meaning), SHOWN.get(on_resume, on_resume))
                 for _, name, default, meaning, on_resume in settings)
         yield from ("", f"## {section}", *table("setting", "default", "meaning", "on resume", rows=rows)[:-1])
     yield ""
@@ -90,7 +93,7 @@ def reading_order() -> list[tuple[str, str]]:
             core += files
             rows.append(row_of(f"`{folder.name}/`: {names}", files))
         elif folder.name != "scripts":
-            other.append(row_of(f"`{folder.name}/`: {names}", files))
+            other.append(row_of(f"`{folder.name}/`", files))
     return [*rows, row_of("**the core**", step + core), *other]
 
 
