@@ -42,6 +42,8 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], exp
     if start.has_adapters:
         content = read_model_json(Path(start.folder) / ADAPTERS)
         values |= {name: content[key] for name, key in ADAPTER_FIELDS.items() if content.get(key) is not None}
+        if isinstance(layers := content.get("target_modules"), list):
+            values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
     asks_to_cut = "n_layers" in explicit or "n_layers" in sources and config.training_stage == "pretrain"

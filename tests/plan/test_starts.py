@@ -142,7 +142,7 @@ def test_a_step_of_its_own_that_env_names_is_used():
 @pytest.mark.parametrize("flags, words", [
     ([*SFT, "--pretrain-checkpoint", "gone"], "there is no checkpoint 'gone' in runs or at that path"),
     ([*SFT, "--pretrain-checkpoint", "text"], "text is a file; name the folder"),
-    ([*SFT, "--pretrain-checkpoint", "adapters", "--lora-enabled", "false"], "adapters contains adapters, not a full model; merge them first"),
+    ([*SFT, "--pretrain-checkpoint", "adapters", "--lora-enabled", "false"], "adapters contains adapters, not a full model; train them with LORA_ENABLED=true, or merge them first"),
     ([*SFT, "--run-name", "new", "--instruct-checkpoint", "adapted", "--lora-enabled", "false"], "merge them first"),
     ([*SFT, "--run-name", "tuned", "--resume", "never", "--pretrain-checkpoint", "tuned"], "belongs to the run that RESUME=never would move"),
     ([*DPO, "--run-name", "tuned", "--instruct-checkpoint", "tuned"], "runs/tuned has a run of TRAINING_STAGE=sft at step-00000005"),

@@ -140,7 +140,7 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
     ({"TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x"}, "INSTRUCT_CHECKPOINT", "set INSTRUCT_CHECKPOINT()"),
     ({"DPO_LABEL_SMOOTHING": "0.1", "DPO_LOSS": "ipo", "TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x", "DPO_CHECKPOINT": "base"},
      "DPO_LOSS", "works with DPO_LOSS=(sigmoid)"),
-    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "(?:scripts/run.py|paddock train) --preset (sample)$"),
+    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "(?:scripts/run.py'?|paddock train) --preset (sample)$"),
     ({"PRESET": "smaple"}, "PRESET", r"did you mean (\w+)\?"),
     ({"MAX_LR": "1", "LEARNING_RATE": "-1"}, "LEARNING_RATE", "greater than 0()"),
 ])

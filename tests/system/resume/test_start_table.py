@@ -33,7 +33,7 @@ import train
 PAGE = ROOT / "docs" / "starts.md"
 OWN_STEP, OTHER_STEP, MAX_STEPS, START_STEP = 2, 3, 5, 1
 SETTINGS = ("PRETRAIN_CHECKPOINT", "INSTRUCT_CHECKPOINT", "DPO_CHECKPOINT")
-NAMED = ("this run", "another sft run", "its start (pretrain)", "a model folder", "adapters", "adapters, with LoRA")
+NAMED = ("this run", "another sft run", "its pretrained start", "a model folder", "adapters", "adapters, with LoRA")
 RESUME = ("auto", "never", "its own checkpoint", "another run's checkpoint")
 FLAGS = {"no other": {}, "`RESET_OPTIMIZER`": {"RESET_OPTIMIZER": "true"}, f"`START_STEP={START_STEP}`": {"START_STEP": START_STEP},
          "both": {"RESET_OPTIMIZER": "true", "START_STEP": START_STEP}}
@@ -75,7 +75,7 @@ class Table:
         self.model = folder / "model"
         shutil.copytree(stages.teacher, self.model, ignore=shutil.ignore_patterns("MANIFEST.json", "trainer_state.json", "optimizer.*"))
         self.paths = {"this run": self.existing.checkpoint(OWN_STEP), "another sft run": self.other.checkpoint(OTHER_STEP),
-                      "its start (pretrain)": stages.base, "a model folder": self.model}
+                      "its pretrained start": stages.base, "a model folder": self.model}
         self.embeddings = {name: self.embedding(path) for name, path in self.paths.items()}
 
     def run(self, name: str, **changes) -> TinyRun:
@@ -132,7 +132,7 @@ class Table:
             names = ["`*_CHECKPOINT`" if name == setting else name for name in names]
             return f"{code}: {', '.join(names) or 'no setting'}"
         weights, step, has_state, is_finished = self.begun
-        shown = {"this run": "", "another sft run": " the other", "its start (pretrain)": " its start", "a model folder": " the model",
+        shown = {"this run": "", "another sft run": " the other", "its pretrained start": " its start", "a model folder": " the model",
                  "adapters": " the adapters", "": ""}[weights]
         saved = {"this run": OWN_STEP, "another sft run": OTHER_STEP}.get(weights, 1)
         if has_state:
