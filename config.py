@@ -1,13 +1,14 @@
 """The settings of the core with their types, defaults and meanings, and the rules between them.
 
 A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON,
-YAML and as an attribute. `plan/layers.py` reads them. extensions/settings.py has those of the extensions.
+YAML and as an attribute. `plan/layers.py` reads them. extensions/settings.py adds the settings that only an
+extension reads, and their rules. It changes no setting, property or rule of the core.
 """
 
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Optional, Union
@@ -91,10 +92,8 @@ class DataConfig(Section):
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
-
-    @property
-    def data_grows(self) -> bool:  # while a run reads it; an extension has the setting
-        return False
+    prepare_ahead: bool = fixed(
+        False, "start pretraining after the first shard, and prepare the others meanwhile")
 
 
 class PreparationConfig(Section):
@@ -236,6 +235,13 @@ class OptimConfig(Section):
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
         "warn", "reaction to a loss spike; skip = skip the update, stop = exit before it")
     loss_spike_threshold: float = curve(8.0, "size of a loss spike in robust standard deviations", gt=0)
+    weight_dtype: Literal["fp32", "bf16"] = fixed(
+        "fp32", "dtype of matrices; bf16 = stochastic rounding, no fp32 copy, 2 bytes a gradient; no LoRA")
+    optimizer_dtype: Literal["fp32", "bf16"] = fixed(
+        "fp32", "dtype of the optimizer's state of matrices; bf16 = stochastic rounding; no LoRA")
+    update_in_backward: Union[bool, Literal["false", "true", "clipped"]] = curve(
+        False, "update a matrix when its gradient is complete, and free that; a bad step is not undone; "
+        "clipped = clip by the norm of the step before", union_mode="left_to_right")
     loss_spike_window: ClassVar[int] = 128  # recent losses to compare with
 
     @property
@@ -245,31 +251,6 @@ class OptimConfig(Section):
     @property
     def rows_per_step(self) -> int:
         return self.total_batch_size // self.max_seq_len
-
-    @property
-    def answers_per_prompt(self) -> int:
-        """Training rows that become of a row of the data; GRPO has several."""
-        return 1
-
-    @property
-    def updates_per_step(self) -> int:
-        """Updates on the batches of a step; GRPO may make several."""
-        return 1
-
-    @property
-    def bf16_weights(self) -> bool:
-        """Whether matrices are held in bf16, without a float32 copy."""
-        return False
-
-    @property
-    def special_update(self) -> bool:
-        """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
-        return False
-
-    @property
-    def keeps_bad_steps(self) -> bool:
-        """Whether a step that is not finite has changed the weights."""
-        return False
 
 
 class EvaluationConfig(Section):
@@ -317,6 +298,7 @@ ALL_LINEAR = "all-linear"  # PEFT's name for all of these
 class LoraConfig(Section):
     """Low-rank adapters."""
 
+    used_if = ("lora_enabled", True)
     lora_enabled: bool = fixed(False, "train only low-rank adapters on the start checkpoint")
     lora_rank: int = fixed(16, "rank of the adapters", ge=1)
     lora_alpha: float = fixed(32.0, "scale of the adapters: alpha / rank", gt=0)
@@ -330,9 +312,6 @@ class LoraConfig(Section):
     lora_train_tokens: str = fixed(
         "auto", "token rows to train too: auto = tokens new to the base, none, or control tokens")
     lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "quantize the base (bitsandbytes)")
-
-    def is_used(self) -> bool:
-        return self.lora_enabled
 
     @field_validator("lora_target_modules")
     @classmethod
@@ -348,6 +327,7 @@ class LoraConfig(Section):
 class PreferenceConfig(Section):
     """Training on preference pairs."""
 
+    used_if = ("training_stage", "dpo")
     preference_objective: Literal["dpo", "orpo", "simpo", "kto"] = fixed(
         "dpo", "loss on pairs; orpo and simpo need no reference; kto trains on unpaired answers")
     pair_truncation: Literal["keep_end", "keep_start", "drop"] = fixed(
@@ -366,13 +346,11 @@ class PreferenceConfig(Section):
     simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
     simpo_gamma: float = fixed(1.0, "SimPO's target reward margin; half of SIMPO_BETA is common", ge=0)
 
-    def is_used(self) -> bool:
-        return self.training_stage == "dpo"
-
 
 class DistillationConfig(Section):
     """Distillation from a teacher model."""
 
+    used_if = ("distillation_enabled", True)
     distillation_enabled: bool = fixed(
         False, "also train on a teacher's distribution; in grpo only on it, at the student's own answers")
     teacher_model: Optional[str] = by_content(
@@ -386,8 +364,24 @@ class DistillationConfig(Section):
         1.0, "in grpo: share of micro-batches of own answers; the rest has the records' answers", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
 
-    def is_used(self) -> bool:
-        return self.distillation_enabled
+
+class OnlineConfig(Section):
+    """Training on the model's own answers, which functions reward (GRPO)."""
+
+    used_if = ("training_stage", "grpo")
+    reward: str = fixed(
+        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
+        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
+    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
+    grpo_max_tokens: Optional[int] = fixed(
+        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
+    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
+        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
+    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
+    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
+    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
+    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
+                              ge=1, le=1000)
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
@@ -423,13 +417,20 @@ def extension_module(name: str) -> Optional[ModuleType]:
 
 
 CORE_SECTIONS = (RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
-                 CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig)
-EXTENSION_SECTIONS: dict[str, type[Section]] = getattr(extension_module("settings"), "SECTIONS", {})
+                 CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig)
+_of_extensions = extension_module("settings")
+EXTENSION_SECTIONS: dict[str, type[Section]] = getattr(_of_extensions, "SECTIONS", {})
+EXTENSION_RULES: dict[str, Callable[["Config"], Iterator[str]]] = getattr(_of_extensions, "RULES", {})
 SECTIONS = (*CORE_SECTIONS, *EXTENSION_SECTIONS.values())
+# Settings of the core that an extension carries out.
+SETTINGS_OF_EXTENSIONS = {
+    "prepare_ahead": ("prepare_ahead",), "online": (*OnlineConfig.model_fields,),
+    "rounding": ("weight_dtype", "optimizer_dtype", "update_in_backward"),
+    **{extension: (*section.model_fields,) for extension, section in EXTENSION_SECTIONS.items()}}
 
 
-class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
-    """All sections in one; functions that need one section accept a Config."""
+class Config(*reversed(SECTIONS)):
+    """All settings, each under its own name, in the order of the documents. Sections only group them."""
 
     @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
     @classmethod
@@ -448,7 +449,7 @@ class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
 
     @property
     def extension_names(self) -> list[str]:
-        return [*filter(None, self.extensions.split(",")), *["prepare_ahead"] * self.data_grows]
+        return [*filter(None, self.extensions.split(",")), *["prepare_ahead"] * self.prepare_ahead]
 
     @property
     def further_tasks(self) -> list[EvalTask]:
@@ -489,6 +490,30 @@ class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
     def named_checkpoint(self) -> Optional[str]:
         names = self.start_settings if self.resume in ("auto", "never") else ["resume"]
         return next((getattr(self, name) for name in names), None)
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Training rows that become of a row of the data: GRPO's answers."""
+        return self.grpo_group if self.training_stage == "grpo" else 1
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.grpo_updates if self.training_stage == "grpo" else 1
+
+    @property
+    def answer_tokens(self) -> int:
+        """Maximum tokens of a generated answer."""
+        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether matrices are held in bf16, without a float32 copy."""
+        return self.weight_dtype == "bf16"
+
+    @property
+    def special_update(self) -> bool:
+        """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
+        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
 
     @property
     def rows_read(self) -> int:
@@ -548,8 +573,8 @@ def rules(config: Config, shape_is_unknown: bool = False) -> Iterator[str]:
 
     A model of the hub brings its shape when it is downloaded.
     """
-    for topic in (numeric_rules, sharding_rules, path_rules, input_rules, base_rules, evaluation_rules,
-                  stage_rules, *(section.rules for section in EXTENSION_SECTIONS.values())):
+    of_extensions = [EXTENSION_RULES[name] for name in config.extension_names if name in EXTENSION_RULES]
+    for topic in (batch_rules, device_rules, path_rules, input_rules, stage_rules, *of_extensions):
         yield from topic(config)
     yield from () if shape_is_unknown else shape_rules(config)
 
@@ -566,19 +591,20 @@ def shape_rules(c: Config) -> Iterator[str]:
     if c.n_heads % c.n_kv_heads:
         divisors = [str(n) for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
         yield f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; try one of {', '.join(divisors)}"
-    if c.sliding_window and c.model_type == "llama":
-        yield "SLIDING_WINDOW needs another MODEL_TYPE than llama; set mistral, which is equal otherwise"
-    if c.sliding_every > 1 and c.model_type == "mistral":
-        yield f"SLIDING_EVERY={c.sliding_every} needs MODEL_TYPE=qwen2, qwen3 or smollm3, or SLIDING_EVERY=1"
-    if c.no_rope_every and c.model_type != "smollm3":
-        yield f"NO_ROPE_EVERY={c.no_rope_every} needs MODEL_TYPE=smollm3, but it is {c.model_type}"
+    families = {  # of the attention patterns
+        f"SLIDING_WINDOW={c.sliding_window}": (c.sliding_window, "mistral, qwen2, qwen3 or smollm3"),
+        f"SLIDING_EVERY={c.sliding_every}": (c.sliding_every > 1, "qwen2, qwen3 or smollm3"),
+        f"NO_ROPE_EVERY={c.no_rope_every}": (c.no_rope_every, "smollm3")}
+    for setting, (is_used, known) in families.items():
+        if is_used and c.model_type not in known:
+            yield f"{setting} needs MODEL_TYPE={known}, but it is {c.model_type}; set that, or remove it"
     if c.rope_high_freq_factor <= c.rope_low_freq_factor:
         yield (f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed "
                f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
 
 
-def numeric_rules(c: Config) -> Iterator[str]:
-    """Check batch, optimizer and precision."""
+def batch_rules(c: Config) -> Iterator[str]:
+    """Check the batch and the learning rate."""
     # With REPRODUCIBLE, ranks may have unequal numbers of micro-batches.
     shares = 1 if c.reproducible and c.sharding == "none" else c.world_size
     need = c.micro_batch_size * c.max_seq_len * shares
@@ -592,38 +618,53 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {shares} = {need}; "
                f"try {' or '.join(str(size) for size in (below, above) if size)}{resuming}")
-    if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
-        off = "DEBUG=true" if c.debug else "COMPILE=false"
-        yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
-    if c.final_learning_rate > c.learning_rate:
-        yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
-    if c.warmup_steps > 1 and c.warmup_steps % 1:
-        yield f"WARMUP_STEPS={c.warmup_steps} must be a whole number, or below 1 a share of the steps"
-    if c.precision == "fp16" and c.device == "cpu":
-        yield "PRECISION=fp16 has no fast kernels with DEVICE=cpu; use fp32, or bf16"
-    if c.early_stopping_patience and not c.validate_every:
-        yield "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0"
-    yield from reproducible_rules(c) if c.reproducible else ()
-
-
-def reproducible_rules(c: Config) -> Iterator[str]:
-    """Check that REPRODUCIBLE=true covers the ranks and the other settings."""
     if 0 < (count := c.reproducible_micro_batches) < c.world_size:
         yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
-    if c.gradient_dtype == "bf16":
+    if c.final_learning_rate > c.learning_rate:
+        yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
+    if c.warmup_steps > 1 and c.warmup_steps % 1:
+        yield f"WARMUP_STEPS={c.warmup_steps} must be a whole number, or below 1 a share of the steps"
+    if c.early_stopping_patience and not c.validate_every:
+        yield "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0"
+
+
+def device_rules(c: Config) -> Iterator[str]:
+    """Check precision, compiler and how the model is divided over the ranks."""
+    if c.precision == "fp16":  # the loss scale belongs to DDP's float sums
+        others = {"DEVICE=cpu": c.device == "cpu", "REPRODUCIBLE=true": c.reproducible,
+                  f"SHARDING={c.sharding}": c.sharding != "none", "WEIGHT_DTYPE=bf16": c.bf16_weights,
+                  f"OPTIMIZER_DTYPE={c.optimizer_dtype}": c.optimizer_dtype != "fp32",
+                  "UPDATE_IN_BACKWARD": c.update_in_backward,
+                  "TRAINING_STAGE=grpo": c.training_stage == "grpo"}
+        if used := [name for name, is_used in others.items() if is_used]:
+            yield (f"PRECISION=fp16 and its loss scale do not work with {' and '.join(used)}; use bf16, or "
+                   "fp32")
+    if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
+        off = "DEBUG=true" if c.debug else "COMPILE=false"
+        yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
+    if c.gradient_dtype == "bf16" and c.reproducible:
         yield "GRADIENT_DTYPE=bf16 conflicts with REPRODUCIBLE=true, which sums integers; set it to fp32"
-    if c.precision == "fp16":
-        yield "PRECISION=fp16 and its loss scale do not work with REPRODUCIBLE=true; use bf16, or fp32"
-    if c.cpu_offload:
-        yield "CPU_OFFLOAD=true does not work with REPRODUCIBLE=true; remove it"
+    if c.cpu_offload and (c.sharding == "none" or c.reproducible):
+        yield ("CPU_OFFLOAD=true moves sharded weights to the host, which needs SHARDING=full or hybrid, and "
+               "REPRODUCIBLE=false; set these, or remove it")
+    if c.world_size % c.ranks_per_copy:
+        divisors = [str(n) for n in range(1, c.world_size + 1) if c.world_size % n == 0]
+        yield (f"SHARDING=hybrid needs a SHARD_DEGREE that divides WORLD_SIZE={c.world_size}, but it is "
+               f"{c.ranks_per_copy}{'' if c.shard_degree else ', the ranks of a machine'}; try one of "
+               f"{', '.join(divisors)}")
+    if c.lora_enabled and c.lora_base_quantization != "none" and c.sharding != "none":
+        yield (f"LORA_BASE_QUANTIZATION={c.lora_base_quantization} conflicts with SHARDING={c.sharding}, "
+               "because a quantized matrix cannot be divided by rows; set SHARDING=none, since the quantized "
+               "base is small, or LORA_BASE_QUANTIZATION=none")
 
 
 def mps_rules(c: Config) -> Iterator[str]:
     """Yield a sentence for every setting that does not work on Apple's GPUs."""
     working = {"world_size": "1", "sharding": "none", "lora_base_quantization": "none",
-               "reproducible": "false", "deterministic": "false", "ledger_checksum": "false"}
+               "reproducible": "false", "deterministic": "false", "ledger_checksum": "false",
+               "weight_dtype": "fp32", "optimizer_dtype": "fp32", "update_in_backward": "false"}
     used = {name: str(getattr(c, name)).lower() for name in working}
     if c.precision == "fp16":
         working["precision"], used["precision"] = "bf16 or fp32", "fp16"
@@ -633,27 +674,8 @@ def mps_rules(c: Config) -> Iterator[str]:
                    "DEVICE=cpu")
 
 
-def sharding_rules(c: Config) -> Iterator[str]:
-    """Check how the model is divided over the ranks."""
-    if c.sharding == "none":
-        if c.cpu_offload:
-            yield "CPU_OFFLOAD=true moves sharded weights to the host; set SHARDING=full, or remove it"
-        return
-    if c.world_size % c.ranks_per_copy:
-        divisors = [str(n) for n in range(1, c.world_size + 1) if c.world_size % n == 0]
-        yield (f"SHARDING=hybrid needs a SHARD_DEGREE that divides WORLD_SIZE={c.world_size}, but it is "
-               f"{c.ranks_per_copy}{'' if c.shard_degree else ', the ranks of a machine'}; try one of "
-               f"{', '.join(divisors)}")
-    if c.precision == "fp16":
-        yield f"PRECISION=fp16 and its loss scale do not work with SHARDING={c.sharding}; use bf16, or fp32"
-    if c.lora_enabled and c.lora_base_quantization != "none":
-        yield (f"LORA_BASE_QUANTIZATION={c.lora_base_quantization} conflicts with SHARDING={c.sharding}, "
-               "because a quantized matrix cannot be divided by rows; set SHARDING=none, since the quantized "
-               "base is small, or LORA_BASE_QUANTIZATION=none")
-
-
 def path_rules(c: Config) -> Iterator[str]:
-    """Check that paths are local, and that the run's name is a folder name."""
+    """Check that paths are local, and the names of the run and of multiple-choice sets."""
     paths = [(f"{name.upper()}=", getattr(c, name)) for name in (*LOCAL_PATHS, *NAMES_OR_PATHS)]
     for setting, value in (*paths, *((task.setting, task.path) for task in c.further_tasks)):
         if value and is_url(value):
@@ -669,10 +691,19 @@ def path_rules(c: Config) -> Iterator[str]:
                "OUTPUT_DIR sets the folder that holds it")
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
         yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, but may have {MAX_NAME_BYTES}; shorten it"
+    names = [task.name for task in c.further_tasks]
+    for name, _, path, setting in c.further_tasks:
+        if not path:
+            yield f"EVAL_TASKS={name} does not have the form name:file; an example is arc:data/arc.jsonl"
+        elif not re.fullmatch("[a-z][a-z0-9_]*", name):
+            yield (f"{setting}{path}: a name starts with a lower-case letter, followed by lower-case "
+                   "letters, digits or _; choose another")
+        elif names.count(name) > 1 or re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
+            yield f"{setting}{path}: {name} is already the name of another metric; choose another"
 
 
 def input_rules(c: Config) -> Iterator[str]:
-    """Check that data and tokenizer are set."""
+    """Check that data, tokenizer and the start checkpoint that a stage needs are set."""
     if c.data_path is None:
         script = command(KINDS[KIND_OF_STAGE[c.training_stage]][1])
         sample = f", or try the embedded sample: {command('scripts/run.py', '--preset', 'sample')}"
@@ -682,33 +713,15 @@ def input_rules(c: Config) -> Iterator[str]:
         start = "start from a model that has one (PRETRAIN_CHECKPOINT), or " * (c.training_stage == "sft")
         yield (f"TOKENIZER_PATH is not set; {start}set it to Llama 3's tokenizer.model or a tokenizer.json, "
                f"or train one with {command('scripts/train_tokenizer.py')}")
-
-
-def evaluation_rules(c: Config) -> Iterator[str]:
-    """Check the names of multiple-choice sets."""
-    names = [task.name for task in c.further_tasks]
-    for name, _, path, setting in c.further_tasks:
-        if not path:
-            yield f"EVAL_TASKS={name} does not have the form name:file; an example is arc:data/arc.jsonl"
-        elif not re.fullmatch("[a-z][a-z0-9_]*", name):
-            yield (f"{setting}{path}: a name starts with a lower-case letter, followed by lower-case "
-                   "letters, digits or _; choose another")
-        elif names.count(name) > 1:
-            yield f"{setting}{path}: {name} occurs {names.count(name)} times; rename all but one"
-        elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
-            yield f"{setting}{path}: {name} is already the name of another metric; choose another"
-
-
-def base_rules(c: Config) -> Iterator[str]:
-    """Check that a start checkpoint is set where one is needed."""
-    may_be_random = c.random_init or c.distillation_enabled or c.lora_enabled  # the last has its own rule
-    if c.named_checkpoint is None and c.training_stage == "sft" and not may_be_random:
+    if c.named_checkpoint is not None:
+        return
+    if c.lora_enabled:
+        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
+    elif c.training_stage == "sft" and not (c.random_init or c.distillation_enabled):
         yield ("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none. Set "
                "PRETRAIN_CHECKPOINT to the model to fine-tune, or RANDOM_INIT=true to train random weights")
-    if c.named_checkpoint is None and c.training_stage in ("dpo", "grpo"):
+    if c.training_stage in ("dpo", "grpo"):
         yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
-    if c.named_checkpoint is None and c.lora_enabled:
-        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
 
 
 def stage_rules(c: Config) -> Iterator[str]:
@@ -716,8 +729,12 @@ def stage_rules(c: Config) -> Iterator[str]:
     checkpoints = [name.upper() for name in c.start_settings]
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
-    if c.training_stage == "grpo" and "online" not in EXTENSION_SECTIONS:
-        yield "TRAINING_STAGE=grpo needs extensions/online.py, which does not exist"
+    extensions = {"online": c.training_stage == "grpo" and "TRAINING_STAGE=grpo",
+                  "rounding": c.special_update and "WEIGHT_DTYPE, OPTIMIZER_DTYPE or UPDATE_IN_BACKWARD",
+                  "prepare_ahead": c.prepare_ahead and "PREPARE_AHEAD=true"}
+    for extension, feature in extensions.items():
+        if feature and extension not in EXTENSION_RULES:
+            yield f"{feature} needs extensions/{extension}.py, which does not exist"
     if c.train_only and (c.lora_enabled or c.sharding != "none"):
         other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
         yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"

@@ -244,7 +244,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
         system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "",
-        ahead=config.data_grows, only_plan=only_plan)
+        ahead=config.prepare_ahead, only_plan=only_plan)
     output = local_path(flags.output)
     if flags.mix:
         if fields or flags.source:

@@ -511,7 +511,7 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     if split == "validation" and config.validation_data_path:
         path = config.validation_data_path
         stored = shards.split_to_validate(Path(path))
-    elif config.data_grows:
+    elif config.prepare_ahead:
         return extension_module("prepare_ahead").open_rows(config, split, tokenizer, verify)
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)

@@ -1,7 +1,7 @@
 """How a setting is declared, in config.py for the core and in extensions/settings.py for the extensions."""
 
-from collections.abc import Iterator
 from functools import partial
+from typing import Any, ClassVar, Optional
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,18 +34,10 @@ def interval(times: int, most: int, meaning: str):
 
 
 class Section(BaseModel):
-    """A group of settings; frozen, so that the logged values are those in use.
-
-    `is_used` and `rules` get the whole Config as `self`, so a section's rule may read every setting.
-    """
+    """A group of settings; frozen, so that the logged values are those in use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
                               hide_input_in_errors=True)
 
-    def is_used(self) -> bool:
-        """Return whether the settings have an effect; otherwise they may differ from a checkpoint's."""
-        return True
-
-    def rules(self) -> Iterator[str]:
-        """Yield a sentence for every conflict, with all settings involved."""
-        yield from ()
+    # The setting and its value without which the others have no effect; then a resumed run may change them.
+    used_if: ClassVar[Optional[tuple[str, Any]]] = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from config import LORA_LAYERS, Config, ModelConfig, padded
+from extensions.settings import answers_per_row
 from learn.objectives import reference_is_live
 from learn.optim import OPTIMIZERS, muon_batch
 from model_kernels.attention import KERNELS
@@ -265,7 +266,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
     has_documents = config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo"
-    has_documents |= config.answers_per_row > 1
+    has_documents |= answers_per_row(config) > 1
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
     if device_type == "cpu" and in_blocks and (blocks := KERNELS.get("blocks")):
         kept += compute_bytes * blocks.saved(1, config.max_seq_len, config.n_heads) / config.max_seq_len
@@ -414,8 +415,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
 
 def as_trained(config: Config) -> Config:
     """Return the config with the rows that a step trains on: GRPO joins short answers to a prompt."""
-    rows = config.micro_batch_size // config.answers_per_row
-    length = config.max_seq_len + (config.answers_per_row - 1) * config.answer_tokens
+    rows = config.micro_batch_size // answers_per_row(config)
+    length = config.max_seq_len + (answers_per_row(config) - 1) * config.answer_tokens
     changes = {"micro_batch_size": rows, "max_seq_len": length,
                "total_batch_size": rows * config.accumulation_steps * config.world_size * length}
     return config.model_copy(update=changes)

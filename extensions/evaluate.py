@@ -22,7 +22,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from config import STAGE_OF_KIND, Config, evaluation_rules
+from config import STAGE_OF_KIND, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
@@ -36,7 +36,7 @@ from extensions.inference.weights import base_of_adapters, load_for_use, merge, 
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
-from extensions.settings import EvaluateConfig
+from extensions.settings import evaluate_rules, prompts_to_answer
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
@@ -76,7 +76,7 @@ class Evaluate(Extension):
 
     @collective
     def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
-        if config.prompts_to_answer:
+        if prompts_to_answer(config):
             self.held_out = read_held_out(config, inputs.tokenizer, verify)
         return inputs
 
@@ -130,7 +130,7 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
                 start = next((place for place in places if ids[:place][-len(header):] == header), start)
                 words = [*takewhile(lambda token: token not in chat_format.stop_ids, ids[start:])]
                 examples.append(HeldOut(ids[:start], words))
-            if len(examples) == config.prompts_to_answer:
+            if len(examples) == prompts_to_answer(config):
                 return examples
     if not examples:
         raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
@@ -333,7 +333,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     if "metric" in flags.values:
         merged["generation_eval_every"] = (1, "")
     config, invalid = validate(merged | flags.values)
-    if problems := [*invalid.values()] or [*evaluation_rules(config), *EvaluateConfig.rules(config)]:
+    if problems := [*invalid.values()] or [*path_rules(config), *evaluate_rules(config)]:
         raise SettingsError(*problems)
     return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
 

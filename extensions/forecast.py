@@ -29,6 +29,7 @@ from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
 from extensions.report import console
 from extensions.report.health import time_text
+from extensions.settings import prompts_to_answer, reward_terms
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
@@ -241,12 +242,12 @@ class Check:
         if self.tokenizer and path:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
-                if config.prompts_to_answer:
+                if prompts_to_answer(config):
                     held_out = read_held_out(config, self.tokenizer, config.verify_data)
                     if config.metric:
                         check_metric(config, self.tokenizer, held_out)
                 described, *table = console.describe_data(config, self.inputs)
-                verified = "the shards of the first step" if config.data_grows else "all shards"
+                verified = "the shards of the first step" if config.prepare_ahead else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
                 batch = self.inputs.rows(np.array([0]))
@@ -259,7 +260,7 @@ class Check:
         if config.training_stage == "grpo" and (config.validate_every or not config.distillation_enabled):
             with self.entry("reward"):
                 notes = [f"REWARD={config.reward}: all functions can be imported"]
-                rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
+                rewards = Rewards(f"REWARD={config.reward}", reward_terms(config))
                 rewards.start()
                 if self.inputs:
                     context = SimpleNamespace(log=SimpleNamespace(info=notes.append), ranks=Ranks())
@@ -267,7 +268,7 @@ class Check:
                     rollouts.rewards = rewards
                     rollouts.check(self.inputs)
                 self.line("reward", "\n".join(notes))
-        if config.prompts_to_answer and config.metric:
+        if prompts_to_answer(config) and config.metric:
             with self.entry("metric"):
                 function_of(config.metric).start()  # also without data
                 self.line("metric", f"METRIC={config.metric} can be imported")

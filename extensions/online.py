@@ -41,6 +41,7 @@ from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampli
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
+from extensions.settings import answers_per_row, reward_terms
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
@@ -165,9 +166,9 @@ class Rollouts:
     def __init__(self, model: Transformer, config: Config, tokenizer, context: RunContext):
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
-        self.rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
+        self.rewards = Rewards(f"REWARD={config.reward}", reward_terms(config))
         self.equal_rewards_steps, self.is_reported = 0, False
-        self.together = config.answers_per_row
+        self.together = answers_per_row(config)
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
         # A compiler wants rows of one length, and the kernels of a GPU plan for each new one.
         multiple = longest if config.compile else LENGTH_MULTIPLE.get(context.ranks.device.type, 1)

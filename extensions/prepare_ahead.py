@@ -174,7 +174,7 @@ class PrepareAhead(Extension):
         self.was_reported, self.looks_at = False, 0.0
 
     def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
-        self.rows = inputs.rows if config.data_grows else None
+        self.rows = inputs.rows if config.prepare_ahead else None
         self.was_reported = self.rows is None or self.rows.is_complete
         return inputs
 

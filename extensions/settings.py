@@ -1,13 +1,19 @@
-"""The settings of the extensions, without torch: config.py finds SECTIONS and adds them to the core's."""
+"""The settings of the extensions, and the rules on what they support; config.py finds both. Without torch.
+
+SECTIONS has the settings that only an extension reads. RULES has the rules of an extension, which are checked
+if EXTENSIONS names it.
+"""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Optional, Union
+from typing import Any, Literal, NamedTuple, Optional
 
 from common.errors import PaddockError, SettingsError, unreadable
 from common.files import read_plain
 from common.section import Section, curve, fixed, interval, safe
+
+Config = Any  # config.Config, which has these sections
 
 
 class ExcludeConfig(Section):
@@ -17,17 +23,18 @@ class ExcludeConfig(Section):
         None, "file of documents, chats, pairs or prompts to leave out, with all else unchanged; see "
         "./paddock inspect DATA --find")
 
-    def rules(self) -> Iterator[str]:
-        """Check the file, and that other documents of a row do not attend to those that are left out."""
-        if not self.exclude_data:
-            return
-        if not self.document_mask and self.training_stage in ("pretrain", "sft"):
-            yield (f"EXCLUDE_DATA={self.exclude_data} needs DOCUMENT_MASK=true; without it, documents attend "
-                   "to earlier ones of their row")
-        try:
-            read_selectors(self.exclude_data)
-        except PaddockError as error:
-            yield f"EXCLUDE_DATA: {error}"
+
+def exclude_rules(c: Config) -> Iterator[str]:
+    """Check the file, and that other documents of a row do not attend to those that are left out."""
+    if not c.exclude_data:
+        return
+    if not c.document_mask and c.training_stage in ("pretrain", "sft"):
+        yield (f"EXCLUDE_DATA={c.exclude_data} needs DOCUMENT_MASK=true; without it, documents attend "
+               "to earlier ones of their row")
+    try:
+        read_selectors(c.exclude_data)
+    except PaddockError as error:
+        yield f"EXCLUDE_DATA: {error}"
 
 
 class Selector(NamedTuple):
@@ -63,173 +70,102 @@ def selector_of(line: str, where: str) -> Selector:
     return selector
 
 
-class OnlineConfig(Section):
-    """Training on the model's own answers, which functions reward (GRPO)."""
-
-    reward: str = fixed(
-        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
-        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
-    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
-    grpo_max_tokens: Optional[int] = fixed(
-        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
-    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
-        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
-    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
-    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
-    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
-    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
-                              ge=1, le=1000)
-
-    @property
-    def reward_terms(self) -> list[tuple[str, float]]:
-        """The names in REWARD with their weights. Raises ValueError."""
-        terms = [term.strip().rpartition("*") for term in self.reward.split(",") if term.strip()]
-        return [(name.strip(), float(weight)) if name else (weight, 1.0) for name, _, weight in terms]
-
-    @property
-    def answers_per_prompt(self) -> int:
-        return self.grpo_group if self.training_stage == "grpo" else 1
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.grpo_updates if self.training_stage == "grpo" else 1
-
-    @property
-    def answer_tokens(self) -> int:
-        """Maximum tokens of a generated answer."""
-        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
-
-    @property
-    def answers_per_row(self) -> int:
-        """Answers of GRPO that share a training row, in which their prompt is computed once."""
-        fits = self.grpo_group * self.answer_tokens <= self.max_seq_len and not self.distillation_enabled
-        return self.grpo_group if fits and self.training_stage == "grpo" else 1
-
-    def is_used(self) -> bool:
-        return self.training_stage == "grpo"
-
-    def rules(self) -> Iterator[str]:
-        """Check the groups and the reward, and that GRPO supports the features."""
-        if self.training_stage != "grpo":
-            return
-        from extensions.rewards import BUILT_IN  # here: compiling its patterns takes time
-
-        if self.micro_batch_size % self.grpo_group:
-            groups = -(-self.micro_batch_size // self.grpo_group)
-            yield (f"MICRO_BATCH_SIZE={self.micro_batch_size} must be a multiple of GRPO_GROUP="
-                   f"{self.grpo_group}, as the answers to a prompt are generated together; try "
-                   f"{groups * self.grpo_group}")
-        if self.grpo_group == 1 and not self.distillation_enabled:
-            yield "GRPO_GROUP=1 compares an answer with no other; set it to 2 or more"
-        if self.answer_tokens >= self.max_seq_len:
-            yield (f"GRPO_MAX_TOKENS={self.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
-                   f"{self.max_seq_len}; lower it")
-        try:
-            names = [name for name, _ in self.reward_terms]
-            unknown = [name for name in names if name not in BUILT_IN and ":" not in name]
-            if unknown or not names:
-                yield (f"REWARD={self.reward}: {unknown[0] if unknown else 'it'} is not one of "
-                       f"{', '.join(BUILT_IN)}, and does not have the form module:function")
-        except ValueError:
-            yield (f"REWARD={self.reward} does not have the form name*weight, ...; an example is "
-                   "math*2,length*-0.01")
-        refused = {f"SHARDING={self.sharding}": self.sharding != "none",
-                   "PRECISION=fp16": self.precision == "fp16",
-                   f"LOSS_SPIKE_POLICY={self.loss_spike_policy}": self.loss_spike_policy != "warn",
-                   f"EARLY_STOPPING_PATIENCE={self.early_stopping_patience}":
-                       self.early_stopping_patience > 0}
-        if self.distillation_enabled:  # the teacher scores new answers
-            refused[f"GRPO_BETA={self.grpo_beta}"] = self.grpo_beta > 0
-        for feature in (feature for feature, is_used in refused.items() if is_used):
-            yield (f"{feature} does not work with TRAINING_STAGE=grpo"
-                   f"{' and DISTILLATION_ENABLED=true' * self.distillation_enabled}; remove it")
+def reward_terms(c: Config) -> list[tuple[str, float]]:
+    """Return the names in REWARD with their weights. Raises ValueError."""
+    terms = [term.strip().rpartition("*") for term in c.reward.split(",") if term.strip()]
+    return [(name.strip(), float(weight)) if name else (weight, 1.0) for name, _, weight in terms]
 
 
-class PrepareAheadConfig(Section):
-    """Training on data that is still being prepared."""
-
-    prepare_ahead: bool = fixed(
-        False, "start pretraining after the first shard, and prepare the others meanwhile")
-
-    @property
-    def data_grows(self) -> bool:
-        return self.prepare_ahead
-
-    def rules(self) -> Iterator[str]:
-        """Check that nothing depends on the size of the data."""
-        if not self.prepare_ahead:
-            return
-        if self.training_stage != "pretrain":
-            yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain, not with {self.training_stage}, "
-                   "whose examples are packed into rows together; remove it")
-        if self.exclude_data:
-            yield (f"EXCLUDE_DATA={self.exclude_data} searches all data before the first step, but with "
-                   "PREPARE_AHEAD=true, it is not there yet; remove one of them")
-        if self.epochs:
-            yield (f"EPOCHS={self.epochs:g} needs the size of the data, which PREPARE_AHEAD=true does not "
-                   "know; set MAX_STEPS instead")
-        elif "max_steps" not in self.model_fields_set:
-            yield ("PREPARE_AHEAD=true needs MAX_STEPS, the length of the run and of its learning-rate "
-                   "schedule, because the size of the data is not known; set it")
+def answers_per_row(c: Config) -> int:
+    """Return how many answers of GRPO share a training row, in which their prompt is computed once."""
+    fits = c.grpo_group * c.answer_tokens <= c.max_seq_len and not c.distillation_enabled
+    return c.grpo_group if fits and c.training_stage == "grpo" else 1
 
 
-class RoundingConfig(Section):
-    """Weights and optimizer states in fewer bytes."""
+def online_rules(c: Config) -> Iterator[str]:
+    """Check the groups and the reward, and that GRPO supports the features."""
+    if c.training_stage != "grpo":
+        return
+    from extensions.rewards import BUILT_IN  # here: compiling its patterns takes time
 
-    weight_dtype: Literal["fp32", "bf16"] = fixed(
-        "fp32", "dtype of matrices; bf16 = stochastic rounding, no fp32 copy, 2 bytes a gradient; no LoRA")
-    optimizer_dtype: Literal["fp32", "bf16"] = fixed(
-        "fp32", "dtype of the optimizer's state of matrices; bf16 = stochastic rounding; no LoRA")
-    update_in_backward: Union[bool, Literal["false", "true", "clipped"]] = curve(
-        False, "update a matrix when its gradient is complete, and free that; a bad step is not undone; "
-        "clipped = clip by the norm of the step before", union_mode="left_to_right")
+    if c.micro_batch_size % c.grpo_group:
+        groups = -(-c.micro_batch_size // c.grpo_group)
+        yield (f"MICRO_BATCH_SIZE={c.micro_batch_size} must be a multiple of GRPO_GROUP="
+               f"{c.grpo_group}, as the answers to a prompt are generated together; try "
+               f"{groups * c.grpo_group}")
+    if c.grpo_group == 1 and not c.distillation_enabled:
+        yield "GRPO_GROUP=1 compares an answer with no other; set it to 2 or more"
+    if c.answer_tokens >= c.max_seq_len:
+        yield (f"GRPO_MAX_TOKENS={c.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
+               f"{c.max_seq_len}; lower it")
+    try:
+        names = [name for name, _ in reward_terms(c)]
+        unknown = [name for name in names if name not in BUILT_IN and ":" not in name]
+        if unknown or not names:
+            yield (f"REWARD={c.reward}: {unknown[0] if unknown else 'it'} is not one of "
+                   f"{', '.join(BUILT_IN)}, and does not have the form module:function")
+    except ValueError:
+        yield (f"REWARD={c.reward} does not have the form name*weight, ...; an example is "
+               "math*2,length*-0.01")
+    refused = {f"SHARDING={c.sharding}": c.sharding != "none",
+               f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
+               f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}":
+                   c.early_stopping_patience > 0}
+    if c.distillation_enabled:  # the teacher scores new answers
+        refused[f"GRPO_BETA={c.grpo_beta}"] = c.grpo_beta > 0
+    for feature in (feature for feature, is_used in refused.items() if is_used):
+        yield (f"{feature} does not work with TRAINING_STAGE=grpo"
+               f"{' and DISTILLATION_ENABLED=true' * c.distillation_enabled}; remove it")
 
-    @property
-    def bf16_weights(self) -> bool:
-        return self.weight_dtype == "bf16"
 
-    @property
-    def special_update(self) -> bool:
-        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
+def prepare_ahead_rules(c: Config) -> Iterator[str]:
+    """Check that nothing depends on the size of the data."""
+    if not c.prepare_ahead:
+        return
+    if c.training_stage != "pretrain":
+        yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain, not with {c.training_stage}, "
+               "whose examples are packed into rows together; remove it")
+    if c.exclude_data:
+        yield (f"EXCLUDE_DATA={c.exclude_data} searches all data before the first step, but with "
+               "PREPARE_AHEAD=true, it is not there yet; remove one of them")
+    if c.epochs:
+        yield (f"EPOCHS={c.epochs:g} needs the size of the data, which PREPARE_AHEAD=true does not "
+               "know; set MAX_STEPS instead")
+    elif "max_steps" not in c.model_fields_set:
+        yield ("PREPARE_AHEAD=true needs MAX_STEPS, the length of the run and of its learning-rate "
+               "schedule, because the size of the data is not known; set it")
 
-    @property
-    def keeps_bad_steps(self) -> bool:
-        return bool(self.update_in_backward)
 
-    def rules(self) -> Iterator[str]:
-        """Check that the optimizer and the step support the features."""
-        in_backward = f"UPDATE_IN_BACKWARD={str(self.update_in_backward).lower()}"
-        used = {"WEIGHT_DTYPE=bf16": self.bf16_weights,
-                f"OPTIMIZER_DTYPE={self.optimizer_dtype}": self.optimizer_dtype != "fp32",
-                in_backward: self.update_in_backward}
-        for feature in (feature for feature, is_used in used.items() if is_used):
-            if self.lora_enabled:
-                yield (f"{feature} is for full training, and adapters are small; remove it, or set "
-                       "LORA_ENABLED=false")
-            if self.precision == "fp16":
-                yield f"PRECISION=fp16 does not work with {feature}; use bf16, or fp32"
-            if self.device == "mps":
-                yield f"{feature} does not work on an Apple GPU; remove it, or set DEVICE=cpu"
-        if not self.update_in_backward:
-            return
-        clips = self.update_in_backward == "clipped"
-        refused = {
-            "DEBUG=true": (self.debug, "set DEBUG=false"),
-            f"LOSS_SPIKE_POLICY={self.loss_spike_policy}": (
-                self.loss_spike_policy != "warn", "set LOSS_SPIKE_POLICY=warn"),
-            "REPRODUCIBLE=true": (self.reproducible, "set REPRODUCIBLE=false"),
-            f"MAX_GRAD_NORM={self.max_grad_norm:g}": (
-                (self.max_grad_norm > 0) != clips, "set UPDATE_IN_BACKWARD=true" if clips else
-                "set MAX_GRAD_NORM=0, or UPDATE_IN_BACKWARD=clipped"),
-            f"OPTIMIZER={self.optimizer}": (self.optimizer != "adamw", "set OPTIMIZER=adamw"),
-            f"{self.accumulation_steps} micro-batches a step": (
-                self.accumulation_steps > 1, "set MICRO_BATCH_SIZE=0, or a smaller TOTAL_BATCH_SIZE"),
-            f"{self.updates_per_step} updates a step": (self.updates_per_step > 1, "set GRPO_UPDATES=1"),
-            "SHARDING=none on several ranks": (
-                self.world_size > 1 and self.sharding == "none", "set SHARDING=full, or hybrid")}
-        for feature, (is_used, remedy) in refused.items():
-            if is_used:
-                yield f"{in_backward} does not work with {feature}; {remedy}, or remove it"
+def rounding_rules(c: Config) -> Iterator[str]:
+    """Check that the optimizer and the step support the features."""
+    in_backward = f"UPDATE_IN_BACKWARD={str(c.update_in_backward).lower()}"
+    used = {"WEIGHT_DTYPE=bf16": c.bf16_weights,
+            f"OPTIMIZER_DTYPE={c.optimizer_dtype}": c.optimizer_dtype != "fp32",
+            in_backward: c.update_in_backward}
+    for feature in (feature for feature, is_used in used.items() if is_used):
+        if c.lora_enabled:
+            yield (f"{feature} is for full training, and adapters are small; remove it, or set "
+                   "LORA_ENABLED=false")
+    if not c.update_in_backward:
+        return
+    clips = c.update_in_backward == "clipped"
+    refused = {
+        "DEBUG=true": (c.debug, "set DEBUG=false"),
+        f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": (
+            c.loss_spike_policy != "warn", "set LOSS_SPIKE_POLICY=warn"),
+        "REPRODUCIBLE=true": (c.reproducible, "set REPRODUCIBLE=false"),
+        f"MAX_GRAD_NORM={c.max_grad_norm:g}": (
+            (c.max_grad_norm > 0) != clips, "set UPDATE_IN_BACKWARD=true" if clips else
+            "set MAX_GRAD_NORM=0, or UPDATE_IN_BACKWARD=clipped"),
+        f"OPTIMIZER={c.optimizer}": (c.optimizer != "adamw", "set OPTIMIZER=adamw"),
+        f"{c.accumulation_steps} micro-batches a step": (
+            c.accumulation_steps > 1, "set MICRO_BATCH_SIZE=0, or a smaller TOTAL_BATCH_SIZE"),
+        f"{c.updates_per_step} updates a step": (c.updates_per_step > 1, "set GRPO_UPDATES=1"),
+        "SHARDING=none on several ranks": (
+            c.world_size > 1 and c.sharding == "none", "set SHARDING=full, or hybrid")}
+    for feature, (is_used, remedy) in refused.items():
+        if is_used:
+            yield f"{in_backward} does not work with {feature}; {remedy}, or remove it"
 
 
 class ReportConfig(Section):
@@ -275,26 +211,27 @@ class EvaluateConfig(Section):
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
     sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
 
-    @property
-    def prompts_to_answer(self) -> int:
-        """Held-out chats or pairs to answer."""
-        return self.generation_eval_examples if self.generation_eval_every else 0
 
-    def rules(self) -> Iterator[str]:
-        """Check that the stage has answers to evaluate, and the form of METRIC."""
-        every, stage = self.generation_eval_every, self.training_stage
-        if self.metric and not every and stage in ("sft", "dpo"):
-            yield f"METRIC={self.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
-        if self.metric and not re.fullmatch(r"[\w.]+:\w+", self.metric):
-            yield f"METRIC={self.metric} does not have the form module:function"
-        if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", self.metric):
-            yield f"METRIC={self.metric} is the name of another metric of answers; rename the function"
-        if every and stage == "dpo" and self.preference_objective == "kto":
-            yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
-                   "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
-        if every and stage in ("pretrain", "grpo"):
-            yield (f"GENERATION_EVAL_EVERY={every} compares answers, which only the stages sft "
-                   f"and dpo have; set it to 0 with TRAINING_STAGE={stage}")
+def prompts_to_answer(c: Config) -> int:
+    """Return the number of held-out chats or pairs to answer."""
+    return c.generation_eval_examples if c.generation_eval_every else 0
+
+
+def evaluate_rules(c: Config) -> Iterator[str]:
+    """Check that the stage has answers to evaluate, and the form of METRIC."""
+    every, stage = c.generation_eval_every, c.training_stage
+    if c.metric and not every and stage in ("sft", "dpo"):
+        yield f"METRIC={c.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
+    if c.metric and not re.fullmatch(r"[\w.]+:\w+", c.metric):
+        yield f"METRIC={c.metric} does not have the form module:function"
+    if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", c.metric):
+        yield f"METRIC={c.metric} is the name of another metric of answers; rename the function"
+    if every and stage == "dpo" and c.preference_objective == "kto":
+        yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
+               "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
+    if every and stage in ("pretrain", "grpo"):
+        yield (f"GENERATION_EVAL_EVERY={every} compares answers, which only the stages sft "
+               f"and dpo have; set it to 0 with TRAINING_STAGE={stage}")
 
 
 class ProfileConfig(Section):
@@ -308,16 +245,17 @@ class ProfileConfig(Section):
     memory_snapshot: Optional[int] = safe(
         None, "step whose CUDA allocations are recorded in the run folder's profile/", ge=1)
 
-    def rules(self) -> Iterator[str]:
-        """Check the steps to measure."""
-        try:
-            step_window(self.profile_steps)
-        except ValueError:
-            yield (f"PROFILE_STEPS={self.profile_steps} must be the first and the last step from 1, such as "
-                   "3:7")
-        if self.memory_snapshot and self.device == "cpu":
-            yield (f"MEMORY_SNAPSHOT={self.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove "
-                   "it")
+
+def profile_rules(c: Config) -> Iterator[str]:
+    """Check the steps to measure."""
+    try:
+        step_window(c.profile_steps)
+    except ValueError:
+        yield (f"PROFILE_STEPS={c.profile_steps} must be the first and the last step from 1, such as "
+               "3:7")
+    if c.memory_snapshot and c.device == "cpu":
+        yield (f"MEMORY_SNAPSHOT={c.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove "
+               "it")
 
 
 def step_window(text: Optional[str]) -> Optional[range]:
@@ -332,6 +270,7 @@ def step_window(text: Optional[str]) -> Optional[range]:
 
 
 # By extension, in the order of the documents.
-SECTIONS = {"prepare_ahead": PrepareAheadConfig, "exclude": ExcludeConfig, "online": OnlineConfig,
-            "rounding": RoundingConfig, "evaluate": EvaluateConfig, "report": ReportConfig,
-            "card": CardConfig, "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
+SECTIONS = {"exclude": ExcludeConfig, "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
+            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
+RULES = {"exclude": exclude_rules, "online": online_rules, "prepare_ahead": prepare_ahead_rules,
+         "rounding": rounding_rules, "evaluate": evaluate_rules, "profile": profile_rules}

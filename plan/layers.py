@@ -280,7 +280,9 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         preset.is_env = naming == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
-    if OTHER_TRAINERS:
+    # A name of another trainer may need all layers; its max_steps=-1 leaves the length to the epochs.
+    if OTHER_TRAINERS and any(layer.named or any(isinstance(value, tuple) or str(value) == "-1"
+                                                 for value, _ in layer.values.values()) for layer in layers):
         OTHER_TRAINERS.compute(layers)
     return layers
 

@@ -30,9 +30,8 @@ from config import (
     MODEL_SETTINGS,
     START_FROM,
     Config,
-    base_rules,
+    batch_rules,
     input_rules,
-    numeric_rules,
     on_resume,
     path_rules,
     rules,
@@ -170,7 +169,7 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
 
     # Errors. A plan for other hardware needs neither data, a tokenizer nor a base.
     elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
-    missing = [*input_rules(config), *base_rules(config)] if elsewhere else []
+    missing = [*input_rules(config)] if elsewhere else []
     if complete and not settled.error:
         no_step = () if "max_steps" in deferred else no_step_left(start, config)
         messages = (*no_step, *launch_problems(config, environ, flags.check),
@@ -214,7 +213,7 @@ def complete(plan: Plan, facts: Facts) -> Plan:
         text = assigned(chosen)
         plan = plan.changed([f"The {counted(facts.rows, 'training row')}{also} set {text}"] if text else [],
                             **chosen)
-        if conflicts := [*numeric_rules(plan.config), *no_step_left(plan.start, plan.config)]:
+        if conflicts := [*batch_rules(plan.config), *no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)
     on_cpu = not config.device_memory and facts.device == "cpu"
     is_small = (config.matrix_count < derived.SMALL_MODEL

@@ -8,6 +8,7 @@ from config import (
     EXTENSION_SECTIONS,
     KIND_OF_STAGE,
     SECTIONS,
+    SETTINGS_OF_EXTENSIONS,
     Config,
     on_resume,
 )
@@ -92,8 +93,7 @@ def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred
         yield from without_switch(config, layers, f"{feature}_", f"{feature}_enabled")
     # `.env` serves all stages, but a flag is for this run.
     for stage in filter(config.training_stage.__ne__, KIND_OF_STAGE):
-        at_stage = config.model_copy(update={"training_stage": stage})
-        owned = [name for section in SECTIONS if section.is_used(at_stage) > section.is_used(config)
+        owned = [name for section in SECTIONS if section.used_if == ("training_stage", stage)
                  for name in section.model_fields]
         if idle := [name.upper() for name in layers[-1].values if name in (*owned, f"{stage}_data_path")]:
             yield (f"command line: TRAINING_STAGE={config.training_stage} ignores settings of {stage}: "
@@ -118,15 +118,19 @@ def without_extension(config: Config, given: Values) -> Iterator[str]:
 
     That is a fixed setting with another value than the default, or one that the user sets, unless it is off.
     """
-    for extension, section in EXTENSION_SECTIONS.items():
-        ignored = []
-        for name, info in section.model_fields.items():
+    for extension, names in SETTINGS_OF_EXTENSIONS.items():
+        is_idle = extension == "online" and config.training_stage != "grpo"
+        if extension in config.extension_names or is_idle or not EXTENSION_SECTIONS:
+            continue
+        ignored = ["TRAINING_STAGE=grpo"] * (extension == "online")
+        for name in names:
             value, (_, where) = getattr(config, name), given.get(name, ("", ""))
             is_own = where and not where.startswith(str(PRESETS_DIR))
-            if value and (value != info.default if on_resume(name) == "fixed" else is_own):
+            is_fixed, default = on_resume(name) == "fixed", Config.model_fields[name].default
+            if value and (value != default if is_fixed else is_own):
                 shown = "true" if value is True else shortened(str(value))
                 ignored.append(f"{name.upper()}={shown}" + f" ({where})" * bool(where))
-        if ignored and section.is_used(config) and extension not in config.extension_names:
+        if ignored:
             listed = ",".join([*config.extension_names, extension])
             yield (f"{', '.join(ignored)} need{'s' * (len(ignored) == 1)} {extension} in EXTENSIONS; add it "
                    f"(EXTENSIONS={listed}), or remove {'it' if len(ignored) == 1 else 'them'}")

@@ -36,7 +36,8 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
     # Settings of features that are off are not compared.
-    unused = {name for section in SECTIONS if not section.is_used(config) for name in section.model_fields}
+    unused = {name for section in SECTIONS for name in section.model_fields
+              if section.used_if and getattr(config, section.used_if[0]) != section.used_if[1]}
     unused -= {"lora_enabled", "distillation_enabled"}
     fixed = {*now_identity} | ({"MICRO_BATCH_SIZE"} if config.reproducible else set())
     changed: dict[str, list[str]] = {"safe": [], "curve": [], "fixed": []}

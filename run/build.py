@@ -24,7 +24,7 @@ from checkpoint.manifest import MANIFEST
 from checkpoint.model_json import hub_model, name_of_download
 from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
-from common.errors import CheckpointError, DataError, PaddockError, SettingsError
+from common.errors import CheckpointError, DataError, PaddockError
 from config import Config, extension_module
 from learn import objectives
 from learn.optim import Optimizer
@@ -298,8 +298,6 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, base: B
             reference, inputs = choose_reference(config, inputs, model, base, outputs)
         return objective(config, reference, model, context.ranks.all_gather_json), inputs
     is_online = config.training_stage == "grpo"
-    if is_online and not objectives.ONLINE:
-        raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
     rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
     if is_online:
         context.ranks.raise_on_all(lambda: rollouts.check(inputs))

@@ -114,7 +114,7 @@ def find_fault(folder: Path, continues: bool) -> str:
 def count_rows(plan: Plan) -> Optional[int]:
     """Return the number of training rows if settings depend on it."""
     config, deferred = plan.config, {*plan.deferred} - {"compile"}
-    if not deferred or not config.data_path or not config.tokenizer_path or config.data_grows:
+    if not deferred or not config.data_path or not config.tokenizer_path or config.prepare_ahead:
         return None
     return dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
 

@@ -231,7 +231,7 @@ class Run:
         self.progress.tokens_seen += self.config.total_batch_size
         self.progress.skipped_steps += not result.updated and result.count > 0
         if result.updated:
-            self.progress.last_norm = result.grad_norm if self.config.keeps_bad_steps else None
+            self.progress.last_norm = result.grad_norm if self.config.update_in_backward else None
         if math.isfinite(result.loss) and self.config.has_loss_curve:
             losses = [*self.progress.recent_losses, result.loss]
             self.progress.recent_losses = losses[-self.config.loss_spike_window:]

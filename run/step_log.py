@@ -62,7 +62,7 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
 @collective
 def save_before(run: Run) -> str:
     """Save the state before a step that does not count, unless it is bad too; return a clause on it."""
-    if run.config.keeps_bad_steps:
+    if run.config.update_in_backward:
         return "but its gradients have changed the weights, which are not saved"
     if run.undo:  # earlier updates of the step were finite, so the state before it is good
         run.undo()

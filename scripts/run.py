@@ -97,7 +97,7 @@ def prepare_and_describe(kind: str, argv: list[str], output: str, config: Config
         return {place.parent.resolve() for place in places}
 
     existing = complete()
-    if config.data_grows:
+    if config.prepare_ahead:
         from extensions.preparation import start
 
         folder = start(argv, config)

@@ -19,6 +19,7 @@ from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, Rows
 from extensions.cost import parameter_count
+from extensions.settings import prompts_to_answer
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel
@@ -184,7 +185,7 @@ def print_results(run: Run, started: float, first: int) -> str:
         info(f"Generate text:   {command('scripts/generate.py', use)}")
     else:
         info(f"Chat with it:    {command('scripts/chat.py', use)}")
-    if run.inputs.validation_rows or run.inputs.choice_sets or config.prompts_to_answer:
+    if run.inputs.validation_rows or run.inputs.choice_sets or prompts_to_answer(config):
         info(f"Evaluate it:     {command('scripts/evaluate.py', use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Other data:      {command(script, '--help')}")

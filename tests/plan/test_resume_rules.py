@@ -8,8 +8,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from common.errors import CheckpointError
-from config import Config, on_resume
-from extensions.settings import OnlineConfig
+from config import Config, OnlineConfig, on_resume
 from plan.make import Plan
 from plan.resume_rules import Changes, check_changes
 from plan.starts import Start
