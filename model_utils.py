@@ -29,7 +29,7 @@ from parallel.fsdp import DeviceMesh
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from plan.identity import is_beyond
-from plan.model_rules import context_of
+from plan.starts import context_of
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these

@@ -38,7 +38,8 @@ from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.process import ERROR_FILE
 from parallel.ranks import Ranks, RunContext, StopSignals
-from plan.derived import PRESETS_DIR, TOKENS_PER_PARAMETER
+from plan.derived import TOKENS_PER_PARAMETER
+from plan.layers import PRESETS_DIR
 from plan.make import Facts, Plan, complete, make_plan
 from plan.starts import Known, Start
 from run.build import adapted_on_meta

@@ -14,8 +14,7 @@ from common.text import counted, exit_if_unread, print_safely, show
 from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
 from parallel.process import check_ranks, configure_allocator, first_on_machine, rank_note
 from plan import derived
-from plan.derived import PRESETS_DIR
-from plan.layers import read_env_file, read_flags
+from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
 
 Planned = Plan | PaddockError | None  # what make_plan returned or raised on rank 0; None elsewhere
@@ -77,17 +76,6 @@ def find_run(name: str) -> Path:
     if re.fullmatch(r"step-\d+", path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path
-
-
-def plan_or_exit(argv: Sequence[str], usage: str) -> Plan:
-    """Return the plan and export `.env`'s variables; exits after --help, --version and errors."""
-    exit_after_help(argv, usage)
-    try:
-        plan = make_plan(argv)
-    except PaddockError as error:
-        exit_with(error)
-    export(plan)
-    return plan
 
 
 def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:

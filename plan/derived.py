@@ -19,7 +19,6 @@ from common.remote import is_hub_name
 from config import Config
 from plan.starts import Start
 
-PRESETS_DIR = Path(__file__).parent / "presets"
 STATE = "trainer_state.json"  # in each checkpoint
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
 HEAD_DIM = 64
@@ -76,8 +75,12 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     # Batch, steps and rate. With these, rate x steps x WEIGHT_DECAY is 0.9 to 2 at every depth from 6 on, so
     # WEIGHT_DECAY need not depend on the depth (Wang & Aitchison 2024, arXiv:2405.13698).
     tokens = TOKENS_PER_PARAMETER * config.matrix_count
-    row_groups = 0.58 * tokens**0.571 / (ROWS * config.max_seq_len)
-    choose(total_batch_size=max(1, round(row_groups)) * ROWS * config.max_seq_len)
+    batch_rows = 0.58 * tokens**0.571 / config.max_seq_len
+    micro_rows = config.micro_batch_size * config.planned_ranks if "micro_batch_size" in given else 0
+    rows = max(1, round(batch_rows / ROWS)) * ROWS
+    if micro_rows and rows % micro_rows:
+        rows = max(1, round(batch_rows / micro_rows)) * micro_rows
+    choose(total_batch_size=rows * config.max_seq_len)
     rows = max(1, config.rows_per_step // config.planned_ranks)
     most = min(rows, MOST_ROWS, int(ACTIVATIONS / (config.dim * config.n_layers * config.max_seq_len)))
     choose(micro_batch_size=next(n for n in range(max(1, most), 0, -1) if rows % n == 0))
@@ -100,7 +103,10 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
         of_start = [str(folder)] if has_own else [start.download.partition("@")[0]] if start.download else []
         tokenizer = next(chain(of_data, of_start), None)
     if config.training_stage in EPOCHS and "max_seq_len" not in decided and folder:
-        length = min(length, trained_row_length(folder) or length)
+        trained = saved_settings(folder).get("MAX_SEQ_LEN")
+        with suppress(*UNREADABLE):
+            trained = trained or read_json(folder / "config.json")["max_position_embeddings"]
+        length = min(length, trained) if type(trained) is int and trained > 0 else length
     chosen = {"tokenizer_path": tokenizer, "max_seq_len": length}
     return {name: value for name, value in chosen.items() if value != getattr(config, name)}
 
@@ -125,14 +131,6 @@ def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:
         with suppress(*UNREADABLE):
             manifest = read_json(folder / "manifest.json")
             yield str(manifest["tokenizer"]), int(manifest.get("vocab_size", 0))
-
-
-def trained_row_length(model: Path) -> Optional[int]:
-    """Return the row length that a checkpoint or model was trained with, or None if it is not recorded."""
-    length = saved_settings(model).get("MAX_SEQ_LEN")
-    with suppress(*UNREADABLE):
-        length = length or read_json(model / "config.json")["max_position_embeddings"]
-    return length if type(length) is int and length > 0 else None
 
 
 def settings_of_stage(config: Config, decided: Container[str], start: Start

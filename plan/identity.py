@@ -39,11 +39,6 @@ def differences(one: Identity, other: Identity) -> list[str]:
     return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
 
 
-def missing_parts(recorded: Identity, now: Identity) -> list[str]:
-    """Return the names of parts that an older version did not record."""
-    return sorted(now.keys() - recorded.keys())
-
-
 def model_identity(weights: str, config: ModelConfig, tokenizer_sha256: str = "") -> dict[str, str]:
     """Return the identity of a model with this hash of its weights, as a run with this config uses it."""
     tokenizer = {"tokenizer": tokenizer_sha256} if tokenizer_sha256 else {}

@@ -17,7 +17,6 @@ from common.command_line import suggestion
 from common.files import read_text
 from config import DROPPED, MODEL_SETTINGS, START_FROM, Config, extension_module
 from parallel.process import RESTART
-from plan.derived import PRESETS_DIR
 from plan.names import (
     OPTIONAL,
     forms,
@@ -40,6 +39,8 @@ LIBRARIES = re.compile(
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 PRODUCTION_DEPTH = "24"  # of --preset production without a size: 0.8 billion parameters
 SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}  # with one of these, a run has its own size
+PRESETS_DIR = Path(__file__).parent / "presets"
+LENGTH = ("max_steps", "epochs")  # two ways to set the length of a run
 LENGTHS = {"max_steps", "epochs", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 

@@ -1,19 +1,21 @@
 """What a run will do, decided before it starts: `make_plan`, and `complete` once the facts are known.
 
 Rank 0 makes the plan, from its command line, environment and files, and the other ranks get it. Nothing is
-written, and torch is not needed. A plan decides in this order:
+written, and torch is not needed. A plan decides in this order, and so do the functions below:
 
-1. Flags, the environment, `--config`, `.env` and presets (layers.py) give the explicit settings.
-2. They decide the start (starts.py): `new`, `continue` or `from`.
-3. A continued run keeps its record. These are the three rules:
+1. `take_explicit`: flags, the environment, `--config`, `.env` and presets (layers.py) give the explicit
+   settings.
+2. `choose_start`: they decide the start (starts.py): `new`, `continue` or `from`.
+3. `keep_record`: a continued run keeps its record (resume_rules.py). These are the three rules:
    - Flags and the process environment apply to this start.
    - A run's record is next, `--config`, `.env` and presets follow, and defaults are last.
    - Settings that are safe on a resume, MAX_STEPS and EPOCHS still come from `--config`, `.env` and presets.
      One line lists what else of them is not used. A path counts as the same if its content is.
-4. Unset settings follow from DEPTH, the start, the stage and the number of steps (derived.py).
-5. Rules between settings (config.py) and the record (resume_rules.py) are checked.
+4. `fill_in`: unset settings follow from DEPTH, the start, the stage and the number of steps (derived.py).
+5. `check`: rules between settings (config.py), and what is probably a mistake (messages.py).
 
-`complete` adds what depends on facts: the number of rows, then the hardware.
+`complete` adds what depends on facts: the number of rows, then the hardware. run/facts.py collects them, and
+compares a continued run with its record.
 """
 
 import os
@@ -22,26 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional
 
-from common.errors import CheckpointError, PaddockError, SettingsError
-from common.remote import is_hub_name
+from common.errors import PaddockError, SettingsError
 from common.text import counted
-from config import (
-    FEED_FORWARD,
-    MODEL_SETTINGS,
-    START_FROM,
-    Config,
-    batch_rules,
-    input_rules,
-    on_resume,
-    path_rules,
-    rules,
-)
+from config import START_FROM, Config, batch_rules, input_rules, path_rules, rules
 from plan import derived
 from plan.identity import Identity
-from plan.layers import Layer, Values, exported, read_flags, read_layers
+from plan.layers import LENGTH, Layer, Values, exported, read_flags, read_layers
 from plan.messages import (
     assigned,
-    both_lengths,
     cautions,
     launch_problems,
     no_step_left,
@@ -51,16 +41,9 @@ from plan.messages import (
     without_extension,
     without_switch,
 )
-from plan.model_rules import check_model, model_of_start
 from plan.names import shortened, validate
-from plan.starts import Asked, Known, Start, find_start, started_from
-
-LENGTH = ("max_steps", "epochs")  # two ways to set the length of a run
-# Settings of one start, which a record does not pass on.
-FOR_ONE_START = {
-    "preset", "output_dir", "run_name", "resume", "stop_step", "epochs", "allow_resume_mismatch", "cache_dir",
-    "device", "world_size", "device_memory", "debug", "extensions", "profile_steps", "memory_snapshot"}
-RESTARTS = ("reset_optimizer", "start_step", "random_init")  # of the first start of a run
+from plan.resume_rules import applies, recorded_settings
+from plan.starts import Asked, Known, Start, check_model, find_start, model_of_start
 
 
 @dataclass(frozen=True)
@@ -82,10 +65,9 @@ class Plan:
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables for libraries; not sent
 
     def to_json(self) -> dict[str, Any]:
-        names = ("sources", "identities", "generation", "token_ids", "untrained_ids", "notes", "warnings",
-                 "deferred", "check", "for_other_hardware")
-        return {"config": self.config.model_dump(), "set": sorted(self.config.model_fields_set),
-                "start": self.start._asdict(), **{name: getattr(self, name) for name in names}}
+        content = {name: value for name, value in vars(self).items() if name != "exports"}
+        return content | {"config": self.config.model_dump(), "start": self.start._asdict(),
+                          "set": sorted(self.config.model_fields_set)}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Plan":
@@ -109,26 +91,24 @@ class Plan:
                        notes=(*self.notes, *notes), warnings=(*self.warnings, *warnings))
 
 
-class Facts(NamedTuple):
-    """What a plan does not know before the data and the hardware have been looked at."""
+@dataclass
+class Draft:
+    """A plan that is being made."""
 
-    device: str = "cpu"  # cuda, mps or cpu
-    rows: Optional[int] = None  # of the training split
-
-
-class Settled(NamedTuple):
-    """The explicit settings that apply, the record that a continued run keeps, and the start."""
-
-    config: Config
-    given: Values
-    unused: Values  # of `--config`, `.env` and presets, which the record overrides
-    recorded: dict[str, Any]
-    start: Start
-    explicit: frozenset[str]  # settings from flags and the environment
-    invalid: dict[str, str]  # messages by setting
-    notes: list[str]
-    warnings: list[str]
+    layers: list[Layer]  # from lowest to highest priority
+    given: Values = field(default_factory=dict)  # explicit settings that apply, and where they are set
+    explicit: frozenset[str] = frozenset()  # settings from flags and the environment
+    config: Config = Config()
+    asked: Optional[Asked] = None
+    start: Start = Start()
     error: Optional[PaddockError] = None  # there is no such start
+    recorded: dict[str, Any] = field(default_factory=dict)  # settings that a continued run keeps
+    unused: Values = field(default_factory=dict)  # of `--config`, `.env` and presets, which these override
+    sources: dict[str, str] = field(default_factory=dict)  # where each setting comes from, or what implies it
+    deferred: list[str] = field(default_factory=list)  # settings that follow from the data or the hardware
+    invalid: dict[str, str] = field(default_factory=dict)  # messages by setting
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, known: Known = Known(),
@@ -141,67 +121,190 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
-    layers = read_layers(flags, environ, complete)
-    problems = [problem for layer in layers for problem in layer.problems]
-    settled = settle(layers, known, complete)
-    config, given, unused, recorded, start = settled[:5]
-    notes, warnings = settled.notes, settled.warnings
-    problems += settled.invalid.values()
+    draft = Draft(read_layers(flags, environ, complete))
+    take_explicit(draft)
+    if complete:
+        choose_start(draft, known)
+        keep_record(draft)
+    fill_in(draft)
+    config = draft.config
+    # A plan for other hardware needs neither data, a tokenizer nor a base.
+    elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
+    check(draft, environ, flags.check, elsewhere, complete)
+    return Plan(config, draft.sources, draft.start, notes=tuple(draft.notes), warnings=tuple(draft.warnings),
+                deferred=tuple(draft.deferred), check=flags.check, for_other_hardware=elsewhere,
+                exports=exported(draft.layers))
 
-    # Unset settings, in order of precedence: DEPTH, the start, the stage, the number of steps.
+
+def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
+    draft = Draft(read_layers(read_flags(argv), os.environ))
+    take_explicit(draft)
+    choose_start(draft, Known())
+    keep_record(draft)
+    values = {name: value for name, (value, _) in draft.given.items()} | draft.recorded
+    return ({name: str(value) for name, value in values.items() if value is not None},
+            {**exported(draft.layers), **os.environ})
+
+
+# ------------------------------------------------------------------------------------- 1. explicit settings
+
+
+def take_explicit(draft: Draft) -> None:
+    """Take the value of the highest layer for each setting."""
+    layers = draft.layers
+    at = {name: number for number, layer in enumerate(layers) for name in layer.values}
+    given = draft.given = {name: layers[number].values[name] for name, number in at.items()}
+    draft.explicit = frozenset(name for name, number in at.items() if layers[number].for_this_start)
+    draft.notes += notes_on_names(layers, given)
+
+    # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
+    if validate(given)[0].epochs is None:
+        given.pop("epochs", None)
+    elif "max_steps" in given and at["max_steps"] != at["epochs"]:
+        lower, higher = sorted(LENGTH, key=at.__getitem__)
+        value, where = given.pop(lower)
+        draft.notes.append(f"{higher.upper()} ({given[higher][1]}) replaces {lower.upper()}={value} "
+                           f"({where})")
+    draft.config, draft.invalid = validate(given)
+
+
+# ----------------------------------------------------------------------------------------------- 2. the start
+
+
+def choose_start(draft: Draft, known: Known) -> None:
+    """Find the start that the settings name.
+
+    The START_FROM setting of the highest layer counts; in one layer, the usual one of the stage. `none`
+    replaces what a lower layer names, and names nothing.
+    """
+    given, config = draft.given, draft.config
+    at = {name: number for number, layer in enumerate(draft.layers) for name in layer.values}
+    for name in [name for name in START_FROM if name in given and getattr(config, name) is None]:
+        del given[name]
+    named = sorted(config.start_settings, key=at.__getitem__, reverse=True)
+    named = [name for name in config.start_settings if at[name] == at[named[0]]] if named else []
+    replaced = [name for name in config.start_settings if name not in named]
+    if others := [*named[1:], *replaced]:
+        places = [f"{name.upper()} ({given[name][1]})" for name in (named[0], *others)]
+        draft.notes.append(f"The start is {places[0]}, not {' or '.join(places[1:])}")
+    for name in replaced:
+        del given[name]
+    draft.config = config.model_copy(update=dict.fromkeys(replaced))
+    places = {name: where for name, (_, where) in given.items()}
+    draft.asked = Asked(draft.config, named[0] if named else None, places, draft.explicit)
+    try:
+        draft.start = find_start(draft.asked, known, draft.warnings.append)
+    except PaddockError as error:
+        draft.error = error
+
+
+# ---------------------------------------------------------------------------------------------- 3. the record
+
+
+def keep_record(draft: Draft) -> None:
+    """Leave out what a continued run's record overrides, and add what it keeps."""
+    start = draft.start
+    if not start.continues:
+        return
+    used = {name: pair for name, pair in draft.given.items() if applies(name, draft.asked, start)}
+    draft.unused = {name: pair for name, pair in draft.given.items() if name not in used}
+    draft.given = used
+    config, draft.invalid = validate(used)
+    draft.recorded, warnings = recorded_settings(config, used, start)
+    draft.warnings += warnings
+    if draft.unused:
+        files = dict.fromkeys(where.rpartition(":")[0] or where for _, where in draft.unused.values())
+        values = ", ".join(f"{name.upper()}={shortened(str(value))}"
+                           for name, (value, _) in draft.unused.items())
+        draft.notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a "
+                           f"run that has started (for a new run, set another RUN_NAME): {values}")
+    draft.config = config.model_copy(update=draft.recorded)
+    draft.config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
+        name for name in {*draft.recorded} - {"max_steps"}
+        if draft.recorded[name] == Config.model_fields[name].default)
+
+
+# ------------------------------------------------------------------------------------------ 4. unset settings
+
+
+def fill_in(draft: Draft) -> None:
+    """Set what is unset, in order of precedence: by DEPTH, the start, the stage, the number of steps."""
+    config, given, recorded = draft.config, draft.given, draft.recorded
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
     config = config.model_copy(update=by_depth)
-    sources = {name: where for name, (_, where) in given.items()}
-    by_start = derived.settings_of_start(config, decided, start)  # its row length limits DEPTH's
-    sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
-    start, of_model, model_notes = model_of_start(start, config, sources, settled.explicit)
-    config = config.model_copy(update=by_start | of_model)
+
+    by_start = derived.settings_of_start(config, decided, draft.start)  # its row length limits DEPTH's
+    draft.sources = {name: where for name, (_, where) in given.items()}
+    draft.sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
+    start, of_model, notes_on_model = model_of_start(draft.start, config, draft.sources, draft.explicit)
+    draft.start, config = start, config.model_copy(update=by_start | of_model)
     by_heads = {}
     if "n_kv_heads" not in decided | of_model.keys() and config.n_heads % config.n_kv_heads:
         by_heads = {"n_kv_heads": config.n_heads}
         config = config.model_copy(update=by_heads)
-    by_stage, deferred = derived.settings_of_stage(config, decided | by_depth.keys(), start)
+
+    by_stage, draft.deferred = derived.settings_of_stage(config, decided | by_depth.keys(), start)
     config = config.model_copy(update=by_stage)
-    unset = Config.model_fields.keys() - decided - {*deferred}
-    by_length = derived.settings_of_length(config.max_steps, unset)
-    config = derived.with_all_rows(config.model_copy(update=by_length))
+    by_length = derived.settings_of_length(
+        config.max_steps, Config.model_fields.keys() - decided - {*draft.deferred})
+    draft.config = derived.with_all_rows(config.model_copy(update=by_length))
 
-    # Errors. A plan for other hardware needs neither data, a tokenizer nor a base.
-    elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
-    missing = [*input_rules(config)] if elsewhere else []
-    if complete and not settled.error:
-        no_step = () if "max_steps" in deferred else no_step_left(start, config)
-        messages = (*no_step, *launch_problems(config, environ, flags.check),
-                    *rules(config, shape_is_unknown=start.download is not None),
-                    *both_lengths(given), *without_extension(config, given),
-                    *(without_switch(config, layers, "teacher_model", "distillation_enabled")
-                      if "distillation_enabled" not in unused else ()))
-        # Omit conflicts with a setting whose value is invalid.
-        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in settled.invalid) or "(?!)")
-        problems += (message for message in messages if message not in missing and not names.search(message))
-    if settled.error:  # a start may complete the settings: only what conflicts in any case is reported first
-        problems = [*problems, *path_rules(config)]
-    if problems or settled.error:
-        raise SettingsError(*problems) if problems else settled.error
-    if complete and start.kind == "from" and start.folder:
-        warnings += check_model(start, config, sources)
-
-    by_stage = {name: value for name, value in by_stage.items() if name not in deferred}
+    by_stage = {name: value for name, value in by_stage.items() if name not in draft.deferred}
     width = f" and DIM={config.dim}" if start.kind == "from" and "learning_rate" in by_stage else ""
     stage = f"TRAINING_STAGE={config.training_stage}{' with LoRA' if config.lora_enabled else ''}{width}"
     chosen = {f"Kept from {start.folder}:": recorded, f"DEPTH={config.depth} sets": by_depth,
               f"{stage} {'set' if width else 'sets'}": by_stage,
               "From the prepared data or the start checkpoint:": by_start,
               f"MAX_STEPS={config.max_steps} sets": by_length, f"N_HEADS={config.n_heads} sets": by_heads}
-    notes += [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
-    notes += notes_on_layers(layers, given, environ)
+    draft.notes += [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
+    draft.notes += notes_on_model
+
+
+# --------------------------------------------------------------------------------------------------- 5. rules
+
+
+def check(draft: Draft, environ: Mapping[str, str], is_check: bool, elsewhere: bool, complete: bool) -> None:
+    """Raise one error with all problems; add what else is worth saying."""
+    config, given, layers, start = draft.config, draft.given, draft.layers, draft.start
+    problems = [problem for layer in layers for problem in layer.problems] + [*draft.invalid.values()]
+    missing = [*input_rules(config)] if elsewhere else []
+    if draft.error:  # a start may complete the settings: only what conflicts in any case is reported first
+        problems += path_rules(config)
+    elif complete:
+        messages = [*launch_problems(config, environ, is_check),
+                    *rules(config, shape_is_unknown=start.download is not None),
+                    *without_extension(config, given)]
+        if "max_steps" not in draft.deferred:
+            messages = [*no_step_left(start, config), *messages]
+        if {*LENGTH} <= given.keys():
+            messages.append(f"EPOCHS={given['epochs'][0]} and MAX_STEPS={given['max_steps'][0]} are both "
+                            "set; keep one")
+        if "distillation_enabled" not in draft.unused:
+            messages += without_switch(config, layers, "teacher_model", "distillation_enabled")
+        # Omit conflicts with a setting whose value is invalid.
+        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in draft.invalid) or "(?!)")
+        problems += [message for message in messages if message not in missing and not names.search(message)]
+    if problems or draft.error:
+        raise SettingsError(*problems) if problems else draft.error
+
+    draft.notes += notes_on_layers(layers, given, environ)
     if complete:
-        notes += [*model_notes, *notes_on_start(start, config)]
-    warnings += [*cautions(config, layers, environ, deferred), *missing]
-    return Plan(config, sources, start, notes=tuple(notes), warnings=tuple(warnings),
-                deferred=tuple(deferred), check=flags.check, for_other_hardware=elsewhere,
-                exports=exported(layers))
+        draft.notes += notes_on_start(start, config)
+        if start.kind == "from" and start.folder:
+            draft.warnings += check_model(start, config, draft.sources)
+    draft.warnings += [*cautions(config, layers, environ, draft.deferred), *missing]
+
+
+# -------------------------------------------------------------------------------- what depends on facts
+
+
+class Facts(NamedTuple):
+    """What a plan does not know before the data and the hardware have been looked at."""
+
+    device: str = "cpu"  # cuda, mps or cpu
+    rows: Optional[int] = None  # of the training split
 
 
 def complete(plan: Plan, facts: Facts) -> Plan:
@@ -215,124 +318,7 @@ def complete(plan: Plan, facts: Facts) -> Plan:
                             **chosen)
         if conflicts := [*batch_rules(plan.config), *no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)
-    on_cpu = not config.device_memory and facts.device == "cpu"
-    is_small = (config.matrix_count < derived.SMALL_MODEL
-                and config.activation_checkpointing != "selective")
-    if "compile" in plan.deferred and on_cpu and is_small:
+    is_small = config.matrix_count < derived.SMALL_MODEL and config.activation_checkpointing != "selective"
+    if "compile" in plan.deferred and facts.device == "cpu" and not config.device_memory and is_small:
         plan = plan.changed(compile=False)
     return plan
-
-
-# ------------------------------------------------------------------ explicit settings and the record
-
-
-def settle(layers: Sequence[Layer], known: Known, complete: bool = True) -> Settled:
-    """Return the explicit settings that apply, the start, and the record."""
-    at = {name: number for number, layer in enumerate(layers) for name in layer.values}
-    given = {name: layers[number].values[name] for name, number in at.items()}
-    explicit = frozenset(name for name, number in at.items() if layers[number].for_this_start)
-    notes, warnings = [*notes_on_names(layers, given)], []
-
-    # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
-    if validate(given)[0].epochs is None:
-        given.pop("epochs", None)
-    elif "max_steps" in given and at["max_steps"] != at["epochs"]:
-        lower, higher = sorted(LENGTH, key=at.__getitem__)
-        value, where = given.pop(lower)
-        notes.append(f"{higher.upper()} ({given[higher][1]}) replaces {lower.upper()}={value} ({where})")
-    config, invalid = validate(given)
-    if not complete:
-        return Settled(config, given, {}, {}, Start(), explicit, invalid, notes, warnings)
-
-    # The START_FROM setting of the highest layer counts; in one layer, the usual one of the stage. `none`
-    # replaces what a lower layer names, and names nothing.
-    for name in [name for name in START_FROM if name in given and getattr(config, name) is None]:
-        del given[name]
-    named = sorted(config.start_settings, key=at.__getitem__, reverse=True)
-    named = [name for name in config.start_settings if at[name] == at[named[0]]] if named else []
-    replaced = [name for name in config.start_settings if name not in named]
-    config = config.model_copy(update=dict.fromkeys(replaced))
-    if others := [*named[1:], *replaced]:
-        places = [f"{name.upper()} ({given[name][1]})" for name in (named[0], *others)]
-        notes.append(f"The start is {places[0]}, not {' or '.join(places[1:])}")
-    for name in replaced:
-        del given[name]
-    asked = Asked(config, named[0] if named else None, explicit, frozenset(given))
-    start, failure = Start(), None
-    try:
-        start = find_start(asked, known, warnings.append)
-    except PaddockError as error:
-        failure = error
-    if not start.continues:
-        return Settled(config, given, {}, {}, start, explicit, invalid, notes, warnings, failure)
-
-    record = start.state["settings"]
-    unused = {name: pair for name, pair in given.items() if not applies(name, asked, start)}
-    given = {name: pair for name, pair in given.items() if name not in unused}
-    config, invalid = validate(given)
-    recorded = recorded_settings(record, config, given, start)
-    if unused:
-        files = dict.fromkeys(where.rpartition(":")[0] or where for _, where in unused.values())
-        values = ", ".join(f"{name.upper()}={shortened(str(value))}" for name, (value, _) in unused.items())
-        notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a run "
-                     f"that has started (for a new run, set another RUN_NAME): {values}")
-    config = config.model_copy(update=recorded)
-    config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
-        name for name in {*recorded} - {"max_steps"} if recorded[name] == Config.model_fields[name].default)
-    return Settled(config, given, unused, recorded, start, explicit, invalid, notes, warnings)
-
-
-def applies(name: str, asked: Asked, start: Start) -> bool:
-    """Return whether an explicit setting applies to a run that continues (see the three rules above)."""
-    record = start.state["settings"]
-    kind, value, now = on_resume(name), record.get(name.upper()), getattr(asked.config, name)
-    stage = record["TRAINING_STAGE"]
-    if name in asked.explicit or kind == "safe" or name in LENGTH or now == value:
-        return True
-    if name.endswith("_data_path") and name != f"{stage}_data_path":
-        return True  # of another stage
-    if name in START_FROM and name == asked.setting and start.setting != "resume":
-        return start.named == now or started_from(now, start.state["progress"], asked.run_dir)
-    if start.keeps_record or kind == "curve":
-        if not value or name not in (f"{stage}_data_path", "tokenizer_path", "teacher_model"):
-            return False
-        # What was moved is found by the new path, and its content is compared.
-        places = [value, os.path.join(asked.config.output_dir, value)]
-        is_on_hub = name != f"{stage}_data_path" and is_hub_name(value.partition("@")[0])
-        return not is_on_hub and not any(map(os.path.exists, places))
-    return True  # a new run may not differ from what it continues: it is compared, and refused
-
-
-def recorded_settings(record: Mapping[str, Any], config: Config, given: Values, start: Start
-                      ) -> dict[str, Any]:
-    """Return the settings that a continued run keeps, as they were recorded; new defaults do not apply."""
-    left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
-    if not start.is_own:
-        left_out |= {*RESTARTS, *START_FROM}
-    elif any(name in given and getattr(config, name) for name in START_FROM):
-        left_out |= {*START_FROM}
-    if "depth" in given and config.depth != record.get("DEPTH"):
-        same_stage = config.model_copy(update={"training_stage": record["TRAINING_STAGE"]})
-        left_out |= derived.settings_of_depth(same_stage, ()).keys()
-    if not {*FEED_FORWARD}.isdisjoint(given):  # the width may be set in another way
-        left_out |= {*FEED_FORWARD}
-    if type(steps := record.get("MAX_STEPS")) is int:  # what followed from it follows from the new number
-        by_length = derived.settings_of_length(steps, Config.model_fields)
-        left_out |= {name for name, every in by_length.items() if every == record.get(name.upper())}
-    values = {name: record[name.upper()] for name in Config.model_fields
-              if name not in left_out and name not in given and name.upper() in record}
-    valid, invalid = validate({name: (value, start.folder) for name, value in values.items()})
-    if bad := [message for name, message in invalid.items() if name in MODEL_SETTINGS]:
-        raise CheckpointError(f"{bad[0]}; use another checkpoint")
-    # Keep equal values unchanged, so that 600 is not recorded as 600.0.
-    return {name: value if value == getattr(valid, name) else getattr(valid, name)
-            for name, value in values.items() if name not in invalid}
-
-
-def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
-    layers = read_layers(read_flags(argv), os.environ)
-    settled = settle(layers, Known())
-    values = {name: value for name, (value, _) in settled.given.items()} | settled.recorded
-    return ({name: str(value) for name, value in values.items() if value is not None},
-            {**exported(layers), **os.environ})

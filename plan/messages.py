@@ -12,16 +12,15 @@ from config import (
     Config,
     on_resume,
 )
-from plan.derived import PRESETS_DIR
-from plan.layers import Layer, Values, exported
-from plan.names import misspelled, shortened
+from plan.layers import PRESETS_DIR, Layer, Values, exported
+from plan.names import assignments, misspelled, shortened
 from plan.starts import Start
 
 
 def assigned(values: Mapping[str, Any]) -> str:
     """Return the values that differ from the defaults as NAME=value, NAME=value."""
-    return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
-                     for name, value in values.items() if value != Config.model_fields[name].default)
+    return assignments({name: value for name, value in values.items()
+                        if value != Config.model_fields[name].default}, ", ")
 
 
 def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str, str]) -> Iterator[str]:
@@ -75,11 +74,6 @@ def notes_on_names(layers: Sequence[Layer], given: Values) -> Iterator[str]:
                 yield text
             elif name in given:
                 yield f"{text}, replaced by {shortened(str(given[name][0]))} ({given[name][1]})"
-
-
-def both_lengths(given: Values) -> Iterator[str]:
-    if {"epochs", "max_steps"} <= given.keys():
-        yield f"EPOCHS={given['epochs'][0]} and MAX_STEPS={given['max_steps'][0]} are both set; keep one"
 
 
 def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred: Iterable) -> Iterator[str]:

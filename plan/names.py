@@ -12,6 +12,7 @@ from common.text import printable
 from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
+SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 # Three registries, which extensions/other_trainers.py fills: names of our settings in other trainers; other
 # trainers' names of what is set in another way here, with a sentence about it; and other spellings of values.
@@ -80,6 +81,16 @@ def unknown(where: str, name: str, shown: str = "") -> str:
 
 def may_be_missing(advice: str) -> bool:
     return not EXTENSION_SECTIONS and not advice.startswith("did you mean")
+
+
+def in_env(name: str, value: Any) -> str:
+    """Return NAME=value as it would be written in `.env`."""
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return f"{SETTING_OF.get(name.upper(), name.upper())}={text}"
+
+
+def assignments(values: Mapping[str, Any], separator: str = " ") -> str:
+    return separator.join(in_env(name, value) for name, value in values.items())
 
 
 def shortened(text: str) -> str:

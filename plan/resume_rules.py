@@ -1,15 +1,90 @@
-"""Compare the settings of a checkpoint with those of the run that resumes from it."""
+"""A run that continues, and its record: which settings still apply, what the record keeps, what changed."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
-from config import DROPPED, EXTENSION_SECTIONS, SECTIONS, SHAPE_SETTINGS, START_FROM, Config, on_resume
+from common.remote import is_hub_name
+from config import (
+    DROPPED,
+    EXTENSION_SECTIONS,
+    FEED_FORWARD,
+    SECTIONS,
+    START_FROM,
+    Config,
+    on_resume,
+)
+from plan import derived
+from plan.layers import LENGTH, Values
+from plan.names import SETTING_OF, assignments, in_env, validate
+from plan.starts import MODEL_SHAPE, Asked, Start, started_from
 
+# Settings of one start, which a record does not pass on.
+FOR_ONE_START = {
+    "preset", "output_dir", "run_name", "resume", "stop_step", "epochs", "allow_resume_mismatch", "cache_dir",
+    "device", "world_size", "device_memory", "debug", "extensions", "profile_steps", "memory_snapshot"}
+RESTARTS = ("reset_optimizer", "start_step", "random_init")  # of the first start of a run
 # Reported elsewhere (EPOCHS as MAX_STEPS, RUN_NAME as the folder), or not worth reporting.
 SILENT = {"PRESET", "RESUME", "RUN_NAME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
-SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
-MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
+
+
+def applies(name: str, asked: Asked, start: Start) -> bool:
+    """Return whether an explicit setting applies to a run that continues, by the rules of plan/make.py."""
+    record, now = start.state["settings"], getattr(asked.config, name)
+    kind, value, stage = on_resume(name), record.get(name.upper()), record["TRAINING_STAGE"]
+    if name in asked.explicit or kind == "safe" or name in LENGTH or now == value:
+        return True
+    if name.endswith("_data_path") and name != f"{stage}_data_path":
+        return True  # of another stage
+    if name in START_FROM and name == asked.setting and start.setting != "resume":
+        return start.named == now or started_from(now, start.state["progress"], asked.run_dir)
+    if not start.is_own and start.setting != "resume" and kind != "curve":
+        return True  # a new run may not differ from what it continues: it is compared, and refused
+    if not value or name not in (f"{stage}_data_path", "tokenizer_path", "teacher_model"):
+        return False
+    # What was moved is found by the new path, and its content is compared.
+    places = [value, os.path.join(asked.config.output_dir, value)]
+    is_on_hub = name != f"{stage}_data_path" and is_hub_name(value.partition("@")[0])
+    return not is_on_hub and not any(map(os.path.exists, places))
+
+
+def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that a continued run keeps, as they were recorded, and warnings.
+
+    New defaults do not apply to it. A value that this version does not accept is a warning, or an error if
+    the setting is fixed.
+    """
+    record = start.state["settings"]
+    left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
+    if not start.is_own:
+        left_out |= {*RESTARTS, *START_FROM}
+    elif any(name in given and getattr(config, name) for name in START_FROM):
+        left_out |= {*START_FROM}
+    if "depth" in given and config.depth != record.get("DEPTH"):
+        same_stage = config.model_copy(update={"training_stage": record["TRAINING_STAGE"]})
+        left_out |= derived.settings_of_depth(same_stage, ()).keys()
+    if not {*FEED_FORWARD}.isdisjoint(given):  # the width may be set in another way
+        left_out |= {*FEED_FORWARD}
+    if type(steps := record.get("MAX_STEPS")) is int:  # what followed from it follows from the new number
+        by_length = derived.settings_of_length(steps, Config.model_fields)
+        left_out |= {name for name, every in by_length.items() if every == record.get(name.upper())}
+    values = {name: record[name.upper()] for name in Config.model_fields
+              if name not in left_out and name not in given and name.upper() in record}
+    valid, invalid = validate({name: (value, start.folder) for name, value in values.items()})
+    warnings = []
+    for name, message in invalid.items():
+        if on_resume(name) not in ("fixed", "content"):
+            warnings.append(f"{message}; this version of Paddock does not accept it any more, and goes on "
+                            f"with {in_env(name, getattr(valid, name))}")
+            continue
+        by_flag = f"set {name.upper()} by a flag with ALLOW_RESUME_MISMATCH={name.upper()}, "
+        raise CheckpointError(f"{message}, in this version of Paddock; continue the run with the version "
+                              f"that recorded it, {'' if cannot_be_allowed(name.upper()) else by_flag}"
+                              "or use another checkpoint")
+    # Keep equal values unchanged, so that 600 is not recorded as 600.0.
+    return {name: value if value == getattr(valid, name) else getattr(valid, name)
+            for name, value in values.items() if name not in invalid}, warnings
 
 
 class Changes(NamedTuple):
@@ -51,11 +126,11 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
         return ", ".join(f"{SETTING_OF.get(name, name)} was {shown(name, state['settings'], before)}, is "
                          f"{shown(name, config.public(), now)}{places.get(name, '')}" for name in names)
 
-    def shown(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    def shown(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> str:
         value = values[name]
         if name in now_identity and name.endswith(("_PATH", "_MODEL")) and value:
             return f"{settings.get(name)} with SHA-256 {value[:12]}"
-        return str(value).lower() if value is None or isinstance(value, bool) else value  # as in .env
+        return in_env(name, value).partition("=")[2]
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:
@@ -92,24 +167,14 @@ def cannot_be_allowed(name: str) -> bool:
     return name in MODEL_SHAPE or name == "OPTIMIZER"
 
 
-def assignments(values: Mapping[str, Any]) -> str:
-    """Advice such as "set SEED=1 COMPILE=true"; empty without values."""
-    def written(value: Any) -> Any:
-        return "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-
-    pairs = (f"{SETTING_OF.get(name, name)}={written(value)}" for name, value in values.items())
-    return f"set {' '.join(pairs)}" if values else ""
-
-
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any) -> str:
     """Return the remedies that work for changed fixed settings, with their values in the checkpoint."""
     # Restore the settings, or start another run, without or with the checkpoint's weights.
-    config, start = plan.config, plan.start
+    config, start, named = plan.config, plan.start, plan.config.start_settings
     files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
-    restore = (assignments({name: value for name, value in before.items() if name not in files}),
-               f"restore what {' and '.join(files)} named" if files else "")
-    ways = [" and ".join(filter(None, restore))]
-    named = config.start_settings
+    settings = assignments({name: value for name, value in before.items() if name not in files})
+    ways = [" and ".join([*[f"set {settings}"] * bool(settings),
+                          *[f"restore what {' and '.join(files)} named"] * bool(files)])]
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)

@@ -1,4 +1,4 @@
-"""Where a run starts. There are three kinds of start, and no fourth:
+"""Where a run starts, and the model that it starts from. There are three kinds of start, and no fourth:
 
 - `new`: initial weights.
 - `continue`: a checkpoint of the same stage, with its optimizer, step, best loss, reference and base. It is
@@ -7,10 +7,11 @@
   RESET_OPTIMIZER.
 
 `find_start` decides by the settings and the files that are there. It writes nothing and needs no torch.
+docs/starts.md has a table of what it decides.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,32 @@ from typing import Any, Literal, NamedTuple, Optional
 
 from checkpoint import store
 from checkpoint.manifest import fault_of
-from checkpoint.model_json import ADAPTERS, read_model_json
+from checkpoint.model_json import (
+    ADAPTERS,
+    context_length,
+    model_settings_from_huggingface,
+    read_model_config,
+    read_model_json,
+    refuse_adapters,
+)
 from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
-from config import Config
+from config import (
+    FEED_FORWARD,
+    MODEL_SETTINGS,
+    SCALING_SETTINGS,
+    SHAPE_SETTINGS,
+    Config,
+    ModelConfig,
+    extension_module,
+)
 from plan.identity import weights_sha256
+from plan.names import SETTING_OF, assignments, in_env
+
+MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
+# The settings of adapters, which come with them, and their fields in PEFT's adapter_config.json.
+ADAPTER_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+                  "lora_rslora": "use_rslora"}
 
 
 class Start(NamedTuple):
@@ -41,11 +63,6 @@ class Start(NamedTuple):
     @property
     def continues(self) -> bool:
         return self.kind == "continue"
-
-    @property
-    def keeps_record(self) -> bool:
-        """Whether the run's record overrides files: it is the run's own, or RESUME names it."""
-        return self.is_own or self.setting == "resume"
 
     @property
     def has_adapters(self) -> bool:
@@ -74,12 +91,12 @@ class Known:
 
 
 class Asked(NamedTuple):
-    """What the settings say about the start, and how."""
+    """What the settings say about the start, and where."""
 
     config: Config  # of all layers, without a record
     setting: Optional[str]  # the START_FROM setting that counts: of the highest layer, this stage's usual one
+    sources: Mapping[str, str]  # where each setting is set
     explicit: frozenset[str]  # settings from flags and the environment
-    given: frozenset[str]  # settings from any layer
 
     @property
     def named(self) -> Optional[str]:
@@ -89,6 +106,17 @@ class Asked(NamedTuple):
     def run_dir(self) -> Path:
         return Path(self.config.output_dir) / (self.config.run_name or "-")
 
+    @property
+    def usual(self) -> str:
+        """The setting to name in a remedy."""
+        return self.config.usual_start.upper()
+
+    def restarts(self, names: Iterable[str]) -> list[str]:
+        """Return RESET_OPTIMIZER and START_STEP if they are set and among `names`."""
+        is_set = {"reset_optimizer": self.config.reset_optimizer,
+                  "start_step": self.config.start_step is not None}
+        return [name for name in is_set if is_set[name] and name in names]
+
 
 def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.warn_on_console) -> Start:
     """Return the start that the settings ask for. An impossible one raises SettingsError or CheckpointError.
@@ -96,72 +124,87 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
     A run's own record comes first: the command that started it also continues it, although it names the
     checkpoint that it started from.
     """
-    config, run_dir, named = asked.config, asked.run_dir, asked.named
-    newest = None
+    config, newest = asked.config, None
     if config.resume != "never":
-        newest, messages = store.newest_verified(run_dir / "checkpoints", check=known.check)
+        newest, messages = store.newest_verified(asked.run_dir / "checkpoints", check=known.check)
         for message in messages:
             warn(message)
     if config.resume not in ("auto", "never"):
         return find_resumed(asked, newest, known, warn)
-    if newest is None:
-        return find_first(asked, known, warn)
+    return find_own(asked, newest, known, warn) if newest else find_first(asked, known, warn)
 
-    state = store.read_state(newest)
+
+def find_own(asked: Asked, newest: Path, known: Known, warn: store.Warn) -> Start:
+    """Return the start of a run that has checkpoints, of which `newest` is the last."""
+    config, run_dir, named, state = asked.config, asked.run_dir, asked.named, store.read_state(newest)
+    # A flag may not ask for another stage in this folder, or for a restart.
+    stage = state["settings"]["TRAINING_STAGE"]
+    if "training_stage" in asked.explicit and config.training_stage != stage:
+        is_own = named is None or run_dir.name in (named, Path(named).name)
+        way = f", and set {asked.usual}={newest}" if is_own else "; or RESUME=never moves the old run aside"
+        raise CheckpointError(f"{run_dir} has a run of TRAINING_STAGE={stage} at {newest.name}, which "
+                              f"TRAINING_STAGE={config.training_stage} would overwrite. Choose another "
+                              f"RUN_NAME{way}")
+    for name in asked.restarts(asked.explicit):
+        if (value := getattr(config, name)) != state["settings"].get(name.upper()):
+            raise SettingsError(f"{in_env(name, value)} would restart the run in {run_dir}, which is at step "
+                                f"{state['progress']['step']}. Choose another RUN_NAME, and set "
+                                f"{asked.usual}={run_dir.name}, or remove {name.upper()}")
+
+    # What the settings name may be the run's start, or one of its steps; else a flag is an error.
     own = Start("continue", str(newest), True, named, step=state["progress"]["step"])
-    refuse_other_stage(asked, newest, state)
-    refuse_restart(asked, state)
     if named is None or started_from(named, state["progress"], run_dir):
         return own
     try:
-        folder = locate(named, run_dir, known, warn)
+        folder = locate(asked, known, warn)
     except CheckpointError:
         if asked.setting in asked.explicit:
             raise
         folder = None
-    if folder and is_inside(folder, run_dir):  # back to one of its steps
-        check_fits(asked, folder)
+    if folder and is_inside(folder, run_dir):
+        refuse_lora_on_full(asked, folder)
         if folder.resolve() == newest.resolve():
             return own
         warn(f"{newest} is not used, because the settings name {folder}")
         step = store.read_state(folder)["progress"]["step"]
         return Start("continue", str(folder), True, named, asked.setting, step)
     if asked.setting in asked.explicit:
-        raise CheckpointError(explain_other_start(newest, folder or named, state, asked,
-                                                  asked.setting.upper()))
+        raise CheckpointError(explain_other_start(newest, folder or named, asked, asked.setting.upper()))
     return own._replace(named=None)  # the plan lists what of .env is not used
 
 
 def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store.Warn) -> Start:
     """Return the start from the checkpoint that RESUME names."""
     path, run_dir = asked.config.resume, asked.run_dir
-    folder = store.locate(path, run_dir, warn, known.check, only_local=True)
+    try:
+        folder = store.locate(path, run_dir, warn, known.check, only_local=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"RESUME={path} ({asked.sources['resume']}): {error}") from error
     state = store.read_state(folder)
     setting = (asked.setting or asked.config.usual_start).upper()
     stage = state.get("settings", {}).get("TRAINING_STAGE")
     wanted = asked.config.training_stage if "training_stage" in asked.explicit else stage
     if newest and not is_inside(folder, run_dir):
         setting = "RESUME" if state and stage == wanted else f"RESUME=auto and {setting}"
-        raise CheckpointError(explain_other_start(newest, folder, store.read_state(newest), asked, setting))
+        raise CheckpointError(explain_other_start(newest, folder, asked, setting))
     if not state or stage != wanted:
         what = f"a checkpoint of TRAINING_STAGE={stage}" if state else "a model without a trainer state"
         raise CheckpointError(f"RESUME={path} names {what}, which TRAINING_STAGE={wanted or 'pretrain'} "
                               f"cannot continue. To start from its weights, set {setting}={path} and "
                               "RESUME=auto")
-    for name in ("reset_optimizer", "start_step"):
-        if name in asked.explicit and is_set(getattr(asked.config, name)):
-            raise SettingsError(f"{name.upper()} conflicts with RESUME={path}, which continues with the "
-                                f"optimizer and the step of the checkpoint; set {setting}={path} and "
-                                "RESUME=auto instead, or remove it")
+    for name in asked.restarts(asked.explicit):
+        raise SettingsError(f"{name.upper()} conflicts with RESUME={path}, which continues with the "
+                            f"optimizer and the step of the checkpoint; set {setting}={path} and "
+                            "RESUME=auto instead, or remove it")
     if asked.setting in asked.explicit and not started_from(asked.named, state["progress"], run_dir):
         begun = state["progress"].get("begun_from") or "initial weights"
         raise SettingsError(f"{setting}={asked.named} conflicts with RESUME={path}, a checkpoint of a run "
                             f"that started from {begun}; remove one of them")
-    check_fits(asked, folder)
-    own = is_inside(folder, run_dir)
+    refuse_lora_on_full(asked, folder)
     if newest and newest.resolve() != folder.resolve():
         warn(f"{newest} is not used, because the settings name {folder}")
-    return Start("continue", str(folder), own, path, "resume", state["progress"]["step"])
+    return Start("continue", str(folder), is_inside(folder, run_dir), path, "resume",
+                 state["progress"]["step"])
 
 
 def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
@@ -172,32 +215,34 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
         places = Path(named).expanduser(), run_dir.parent / named
         named = None if run_dir.absolute() in [place.absolute() for place in places] else named
     if named is None:
-        for name in ("reset_optimizer", "start_step"):
-            if name in asked.given and is_set(getattr(config, name)):
-                raise SettingsError(
-                    f"{name.upper()}={str(getattr(config, name)).lower()} needs a start checkpoint, but the "
-                    f"settings name none; set {config.usual_start.upper()}, or remove it")
+        for name in asked.restarts(asked.sources):
+            raise SettingsError(f"{in_env(name, getattr(config, name))} needs a start checkpoint, but the "
+                                f"settings name none; set {asked.usual}, or remove it")
         if asked.named and config.training_stage != "pretrain" and not config.random_init:
             raise SettingsError(f"{asked.setting.upper()}={asked.named} names this run, which has no "
                                 "checkpoint to start from; set it to the model to fine-tune")
         return Start()
-    folder = locate(named, run_dir, known, warn)
+    folder = locate(asked, known, warn)
     if folder is None:
         return Start("from", None, False, named, asked.setting, download=named)
     if config.resume == "never" and is_inside(folder, run_dir):
         raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
                               f"another RUN_NAME, and set {asked.setting.upper()}={folder}")
+    # A checkpoint of the same stage is continued. LoRA on a full checkpoint starts from its weights. Adapters
+    # are continued unless LORA_ENABLED=false asks for full training, for which they must be merged.
     state = store.read_state(folder)
-    if not config.reset_optimizer and continues(state, asked):
+    recorded = state.get("settings", {})
+    has_adapters = recorded.get("LORA_ENABLED")
+    fits = has_adapters == config.lora_enabled or has_adapters and "lora_enabled" not in asked.sources
+    if fits and recorded["TRAINING_STAGE"] == config.training_stage and not config.reset_optimizer:
         return Start("continue", str(folder), False, named, asked.setting, state["progress"]["step"])
     start = Start("from", str(folder), False, named, asked.setting)
-    if config.lora_enabled:
-        base = base_of_adapters(folder, known) if start.has_adapters else folder
-        if isinstance(base, Path):
-            start = start._replace(base=str(base))
-        else:
-            start = start._replace(folder=None, download=base)
-    return start
+    if not config.lora_enabled:
+        return start
+    base = base_of_adapters(folder, known) if start.has_adapters else folder
+    if isinstance(base, Path):
+        return start._replace(base=str(base))
+    return start._replace(folder=None, download=base)
 
 
 def base_of_adapters(folder: Path, known: Known) -> Path | str:
@@ -222,84 +267,42 @@ def base_of_adapters(folder: Path, known: Known) -> Path | str:
                           f"restore it there, or correct base_model_name_or_path in {folder / ADAPTERS}")
 
 
-def continues(state: Mapping[str, Any], asked: Asked) -> bool:
-    """Return whether a checkpoint that a `*_CHECKPOINT` names is continued, because it is of the same kind.
-
-    LoRA on a full checkpoint of the stage starts from its weights. Adapters are continued unless
-    LORA_ENABLED=false asks for full training, for which they must be merged.
-    """
-    if not state or state["settings"]["TRAINING_STAGE"] != asked.config.training_stage:
-        return False
-    has_adapters = state["settings"]["LORA_ENABLED"]
-    return has_adapters == asked.config.lora_enabled or has_adapters and "lora_enabled" not in asked.given
-
-
-# ------------------------------------------------------------------------------------------ refusals
-
-
-def refuse_other_stage(asked: Asked, newest: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a flag asks for another stage in the folder of a run."""
-    config, stage, named = asked.config, state["settings"]["TRAINING_STAGE"], asked.named
-    if "training_stage" not in asked.explicit or config.training_stage == stage:
-        return
-    is_own = named is None or asked.run_dir.name in (named, Path(named).name)
-    ways = [f"Choose another RUN_NAME{f', and set {config.usual_start.upper()}={newest}' if is_own else ''}"]
-    ways += [] if is_own else ["RESUME=never moves the old run aside"]
-    raise CheckpointError(f"{asked.run_dir} has a run of TRAINING_STAGE={stage} at {newest.name}, which "
-                          f"TRAINING_STAGE={config.training_stage} would overwrite. {'; or '.join(ways)}")
-
-
-def refuse_restart(asked: Asked, state: Mapping[str, Any]) -> None:
-    """Raise SettingsError if a flag would restart a run that has steps."""
-    for name in ("reset_optimizer", "start_step"):
-        value, recorded = getattr(asked.config, name), state["settings"].get(name.upper())
-        if name in asked.explicit and is_set(value) and value != recorded:
-            raise SettingsError(
-                f"{name.upper()}={str(value).lower()} would restart the run in {asked.run_dir}, which is at "
-                f"step {state['progress']['step']}. Choose another RUN_NAME, and set "
-                f"{asked.config.usual_start.upper()}={asked.run_dir.name}, or remove {name.upper()}")
-
-
-def check_fits(asked: Asked, folder: Path) -> None:
+def refuse_lora_on_full(asked: Asked, folder: Path) -> None:
     """Raise CheckpointError if LoRA would start from a full checkpoint in the run's own folder."""
-    state, config = store.read_state(folder), asked.config
-    whole = not state.get("settings", {}).get("LORA_ENABLED")
-    asks_for_lora = "lora_enabled" in asked.explicit and config.lora_enabled
-    if is_inside(folder, asked.run_dir) and asks_for_lora and whole:
+    is_full = not store.read_state(folder).get("settings", {}).get("LORA_ENABLED")
+    asks_for_lora = "lora_enabled" in asked.explicit and asked.config.lora_enabled
+    if is_inside(folder, asked.run_dir) and asks_for_lora and is_full:
         raise CheckpointError(f"{folder} is in the folder of RUN_NAME={asked.run_dir.name}, which this run "
-                              f"would overwrite. Choose another RUN_NAME, and set "
-                              f"{config.usual_start.upper()}={folder}")
+                              f"would overwrite. Choose another RUN_NAME, and set {asked.usual}={folder}")
 
 
-def explain_other_start(newest: Path, folder: Path | str, state: Mapping[str, Any], asked: Asked, setting: str
-                        ) -> str:
+def explain_other_start(newest: Path, folder: Path | str, asked: Asked, setting: str) -> str:
     """Return the error for a start that would lose the steps of a run up to `newest`, with alternatives."""
-    run_dir, by_path = newest.parent.parent, asked.config.resume not in ("auto", "never")
-    begun = state["progress"].get("begun_from")
-    change = "remove RESUME" if by_path else f"set {setting}={begun}" if begun else f"remove {setting}"
-    ways = [f"to resume it, {change}",
-            f"to start a new run, choose another RUN_NAME with {setting}={folder}"]
-    if not by_path:
-        ways.append("RESUME=never moves the old one aside")
-    advice = "; or ".join(ways)
+    run_dir, begun = newest.parent.parent, store.read_state(newest)["progress"].get("begun_from")
+    new = f"to start a new run, choose another RUN_NAME with {setting}={folder}"
+    if asked.config.resume in ("auto", "never"):
+        change = f"set {setting}={begun}" if begun else f"remove {setting}"
+        new += "; or RESUME=never moves the old one aside"
+    else:
+        change = "remove RESUME"
     return (f"{run_dir} has a run at {newest.name} that started from {begun or 'initial weights'}, but the "
-            f"settings would restart it from {folder}. {advice[0].upper()}{advice[1:]}")
+            f"settings would restart it from {folder}. To resume it, {change}; or {new}")
 
 
 # --------------------------------------------------------------------------------- places and names
 
 
-def is_set(value: Any) -> bool:
-    return value is not None and value is not False  # START_STEP=0 is set
-
-
-def locate(name: str, run_dir: Path, known: Known, warn: store.Warn) -> Optional[Path]:
-    """Return the folder that a setting names; None for a model of the hub that `known` does not have."""
-    is_local = any(os.path.isdir(place) for place in store.places(name, run_dir))
-    is_on_hub = "/" in name and is_hub_name(name.partition("@")[0])
-    if not is_local and is_on_hub:
+def locate(asked: Asked, known: Known, warn: store.Warn) -> Optional[Path]:
+    """Return the folder that the setting names; None for a model of the hub that `known` does not have."""
+    name = asked.named
+    is_local = any(os.path.isdir(place) for place in store.places(name, asked.run_dir))
+    if not is_local and "/" in name and is_hub_name(name.partition("@")[0]):
         return Path(known.hub[name]) if name in known.hub else None
-    return store.locate(name, run_dir, warn, known.check)
+    try:
+        return store.locate(name, asked.run_dir, warn, known.check)
+    except CheckpointError as error:
+        where = asked.sources[asked.setting]
+        raise CheckpointError(f"{asked.setting.upper()}={name} ({where}): {error}") from error
 
 
 def is_inside(folder: Path, run_dir: Path) -> bool:
@@ -336,3 +339,92 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
     bases = [place for base in base_places(progress, run_dir)
              for place in (base.resolve(), *base.resolve().parents[:2])]
     return begun is not None and (begun == named or not places(named).isdisjoint([*places(begun), *bases]))
+
+
+# --------------------------------------------------------------------------- the model that it starts from
+
+
+def model_of_start(start: Start, config: Config, sources: Mapping[str, str], explicit: Iterable[str]
+                   ) -> tuple[Start, dict[str, Any], list[str]]:
+    """Return the start, perhaps with a cut model, the unset settings that its weights bring, and notes.
+
+    A continued run has them in its record.
+    """
+    if start.kind != "from" or start.folder is None:
+        return start, {}, []
+    if not config.lora_enabled:
+        refuse_adapters(Path(start.folder), "train them with LORA_ENABLED=true, or merge them first")
+    folder = Path(start.base or start.folder)
+    model = read_model_config(folder)
+    values, notes = model.model_dump(include={*MODEL_SETTINGS}), []
+    if start.has_adapters:
+        content = read_model_json(Path(start.folder) / ADAPTERS)
+        values |= {name: content[key] for name, key in ADAPTER_FIELDS.items() if content.get(key) is not None}
+        if isinstance(layers := content.get("target_modules"), list):
+            values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
+    if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way
+        values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
+    asks_to_cut = "n_layers" in explicit or "n_layers" in sources and config.training_stage == "pretrain"
+    if asks_to_cut and config.n_layers < model.n_layers and config.lora_enabled:
+        raise SettingsError(f"N_LAYERS={config.n_layers} cuts the {model.n_layers} layers of {folder}, but "
+                            "other programs would open adapters with the whole model; remove N_LAYERS, or "
+                            "set LORA_ENABLED=false")
+    if asks_to_cut and config.n_layers < model.n_layers:
+        start = start._replace(layers=config.n_layers)
+        notes.append(f"N_LAYERS={config.n_layers} keeps the first {config.n_layers} of the {model.n_layers} "
+                     f"layers of {folder}, with its embedding, norm and head")
+    values = {name: value for name, value in values.items() if name not in sources}
+    adopted = {name: value for name, value in values.items() if value != getattr(config, name)}
+    if adopted:
+        notes.insert(0, f"model settings from {folder}: {assignments(adopted)}")
+    return start, values, notes
+
+
+def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -> list[str]:
+    """Compare the settings, which come from `sources`, with the model of a start; return warnings."""
+    folder = Path(start.base or start.folder)
+    saved = read_model_config(folder)
+    if start.layers:
+        saved = saved.model_copy(update={"n_layers": start.layers})
+
+    def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
+        """Return the saved values of settings that differ, and a description."""
+        saved_values, differences = {}, []
+        for name in names:
+            there, here = getattr(saved, name.lower()), getattr(config, name.lower())
+            if there == here or name == "HEAD_WIDTH" and saved.head_dim == config.head_dim:
+                continue
+            causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
+            cause = next((cause for cause in causes if cause in sources), "")
+            by = f" by {cause.upper()}" * (cause not in ("", SETTING_OF.get(name, name).lower()))
+            where = f"{by} ({sources[cause]})" if cause else ""
+            saved_values[name] = there
+            differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
+        return saved_values, "; ".join(differences)
+
+    saved_values, description = compare(MODEL_SHAPE)
+    if saved_values:
+        fewer = saved_values.keys() == {"N_LAYERS"} and config.n_layers < saved.n_layers
+        cut = f", or use its first layers alone with the flag --n-layers {config.n_layers}" if fewer else ""
+        raise CheckpointError(f"{folder} contains a different model: {description}. To start from it, remove "
+                              f"these settings, or set {assignments(saved_values)}{cut}")
+    # Different values may be intended, for example to learn longer contexts.
+    names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
+    names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
+    saved_values, description = compare(names)
+    other_trainers = extension_module("other_trainers")
+    warnings = other_trainers.unused_fields(folder) if other_trainers else []
+    if saved_values:
+        warnings.append(f"the model in {folder} was trained with other settings: {description}")
+    if (context := context_of(folder, config)) < config.max_seq_len:
+        warnings.append(f"MAX_SEQ_LEN={config.max_seq_len} is longer than the {context:,} positions of the "
+                        f"model in {folder} (max_position_embeddings): it has not learned those beyond. "
+                        "Lower MAX_SEQ_LEN, or set ROPE_SCALING_FACTOR or a larger ROPE_THETA")
+    return warnings
+
+
+def context_of(folder: Path, config: ModelConfig) -> int:
+    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
+    content = read_model_json(folder / "config.json")
+    before = model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
+    return int(context_length(content) * (config.rope_scaling_factor or 1) / before)

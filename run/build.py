@@ -38,7 +38,6 @@ from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
 from run.facts import (
-    Decision,
     Opened,
     Remake,
     decide,
@@ -72,24 +71,24 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
     `planned` is what make_plan returned or raised on rank 0; it is not used on other ranks.
     """
     extension_module("hang_report")  # before there can be a hang
-    decided: list[Decision] = []  # on rank 0
+    decided: list[tuple[Plan, RunFolder, Opened]] = []  # on rank 0
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
 
         def decide_here() -> dict[str, Any]:
             if not isinstance(planned, Plan):
                 raise planned
-            decided.append(decision := decide(planned, remake, stack))
-            config = decision.plan.config
-            return {"plan": decision.plan.to_json(), "folder": str(decision.folder.path),
-                    "device": prepare_device(config).type, "timeout": config.distributed_timeout}
+            decided.append(decide(planned, remake, stack))
+            plan, folder, _ = decided[0]
+            return {"plan": plan.to_json(), "folder": str(folder.path),
+                    "device": prepare_device(plan.config).type, "timeout": plan.config.distributed_timeout}
 
         ranks, terms = stack.enter_context(meeting(decide_here))
-        plan, folder, opened = Plan.from_json(terms["plan"]), RunFolder(Path(terms["folder"])), None
         if decided:
-            _, folder, opened = decided[0]
+            plan, folder, opened = decided[0]
         else:
-            plan = on_this_machine(plan)
+            plan = on_this_machine(Plan.from_json(terms["plan"]))
+            folder, opened = RunFolder(Path(terms["folder"])), None
         ACTIVITY.stacks_folder = folder.path / "log"
         log = RunLog(plan.config, ranks.rank, ranks.device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
@@ -133,7 +132,13 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         for purpose in ("documents" if config.document_mask else "causal", "mask"):
             choose_kernel(purpose, config, ranks.device, dtype)  # refuse a kernel before anything is written
         if config.lora_enabled:
-            model = build_with_adapters(plan, inputs, dtype, ranks, mesh)
+            generator = torch.Generator().manual_seed(config.seed)
+            model, adapter = adapted_on_meta(plan, inputs.tokenizer.vocab_size, dtype, generator)
+            model_utils.allocate_model(model, config, ranks, mesh)
+            model_utils.load_weights(Path(start.base), model, layers=start.layers)
+            lora.init_adapters(model, generator)
+            if adapter:
+                lora.load_adapter_state_dict(model, adapter.state)
         else:
             model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype, mesh)
             if start.folder is not None:
@@ -199,20 +204,6 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
             raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
                                   "it to this machine")
     return opened
-
-
-def build_with_adapters(plan: Plan, inputs: Inputs, dtype: torch.dtype, ranks: Ranks, mesh: Any
-                        ) -> Transformer:
-    """Return a frozen base with new adapters, or those of the start."""
-    config, start = plan.config, plan.start
-    generator = torch.Generator().manual_seed(config.seed)
-    model, adapter = adapted_on_meta(plan, inputs.tokenizer.vocab_size, dtype, generator)
-    model_utils.allocate_model(model, config, ranks, mesh)
-    model_utils.load_weights(Path(start.base), model, layers=start.layers)
-    lora.init_adapters(model, generator)
-    if adapter:
-        lora.load_adapter_state_dict(model, adapter.state)
-    return model
 
 
 def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: torch.Generator
@@ -330,21 +321,26 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: B
     @cache
     def frozen() -> Transformer:
         folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(base.find()))))
-        reference = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
-        reference.requires_grad_(False)
-        adapter = None
-        if base.adapters:
-            adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(
-                Path(base.adapters["folder"]), config, padded(reference.vocab_size), reference.vocab_size))
-            lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
-        lora.cast_base(reference, dtype)
-        model_utils.allocate_model(reference, config, ranks)
-        ranks.raise_on_all(lambda: model_utils.load_weights(folder, reference, layers=base.layers))
-        if adapter:
-            lora.load_adapter_state_dict(reference, adapter.state)
+        mesh = model_utils.make_mesh(config, ranks)
+
+        def construct() -> Transformer:
+            reference = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
             reference.requires_grad_(False)
+            adapter = None
+            if base.adapters:
+                adapter = peft.load_adapter_folder(Path(base.adapters["folder"]), config,
+                                                   padded(reference.vocab_size), reference.vocab_size)
+                lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
+            lora.cast_base(reference, dtype)
+            model_utils.allocate_model(reference, config, ranks, mesh)
+            model_utils.load_weights(folder, reference, layers=base.layers)
+            if adapter:
+                lora.load_adapter_state_dict(reference, adapter.state)
+            return reference.requires_grad_(False).eval()
+
+        reference = ranks.raise_on_all(construct)
         model_utils.compile_where_possible(reference, config, ranks.device.type)
-        return reference.eval()
+        return reference
 
     if not is_stored:
         return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs

@@ -34,9 +34,8 @@ from learn.teacher import find_teacher
 from parallel import process
 from plan.identity import Identity, model_identity, weights_sha256
 from plan.make import Facts, Plan, complete
-from plan.model_rules import check_model
 from plan.resume_rules import check_changes
-from plan.starts import Known, Start, base_places, is_inside
+from plan.starts import Known, Start, base_places, check_model, is_inside
 from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, make_and_lock
 from run.run import Inputs, recorded_identity
@@ -53,15 +52,7 @@ class Opened(NamedTuple):
     extensions: list[Extension]
 
 
-class Decision(NamedTuple):
-    """What rank 0 has decided, and what it has opened meanwhile."""
-
-    plan: Plan
-    folder: RunFolder
-    opened: Opened
-
-
-def decide(plan: Plan, remake: Remake, stack: ExitStack) -> Decision:
+def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolder, Opened]:
     """Return the complete plan, the run's folder, locked until `stack` closes, and the opened inputs."""
     messages: list[str] = []
     plan, known = find_files(plan, remake)
@@ -74,7 +65,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> Decision:
     opened = open_inputs(plan.config, True, messages.append)
     plan = with_tokens(with_identities(plan, opened.inputs, folder.path), opened.inputs)
     process.write_marker(process.SETTINGS, json.dumps(plan.of_files()))
-    return Decision(plan.changed((), messages), folder, opened)
+    return plan.changed((), messages), folder, opened
 
 
 def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
@@ -190,18 +181,15 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 
 def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
     """Return the identity of the prepared data that a run reads."""
-    prepared = [prepared_settings(rows.token_set.folder) for rows in dataloaders.rows_by_source(inputs.rows)]
+    prepared = []
+    for rows in dataloaders.rows_by_source(inputs.rows):
+        prepared.append({})  # token files of other programs have no manifest
+        with suppress(OSError, ValueError):
+            prepared[-1] = read_json(rows.token_set.folder / "manifest.json").get("settings", {})
     return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],
             "system_prompt": [each.get("system_prompt", "") for each in prepared]}
-
-
-def prepared_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings with which a set was prepared; empty for token files of other programs."""
-    with suppress(OSError, ValueError):
-        return read_json(folder / "manifest.json").get("settings", {})
-    return {}
 
 
 def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
@@ -216,7 +204,8 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         base = Path(start.base or start.folder)
         messages += model_utils.check_vocabulary(base, tokenizer, config)
         identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
-    elif start.continues and (config.lora_enabled or has_live_reference(config)):
+    elif start.continues and (config.lora_enabled or (
+            has_reference(config) and not objectives.reference_is_stored(config))):
         progress = start.state["progress"]
         home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
         base = find_base(config, progress, home, warnings.append)
@@ -228,10 +217,13 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
             identities["reference_adapters"] = adapters
     if config.distillation_enabled:
         teacher = find_teacher(config, tokenizer)
-        if start.continues:
-            recorded = start.state["identity"].get("TEACHER_MODEL")
-            teacher = find_same(teacher, recorded, identity_of_teacher)
-        identities["teacher"] = {"model": identity_of_teacher(teacher), "folder": str(teacher)}
+        model, recorded = identity_of_teacher(teacher), start.state.get("identity", {}).get("TEACHER_MODEL")
+        # The run that TEACHER_MODEL names may have trained on: its step that was the teacher is beside it.
+        for beside in teacher.parent.glob("step-*"):
+            with suppress(CheckpointError, OSError, ValueError):
+                if recorded not in (None, model) and identity_of_teacher(beside) == recorded:
+                    teacher, model = beside, recorded
+        identities["teacher"] = {"model": model, "folder": str(teacher)}
     plan = replace(plan, start=start, identities=identities)
     if start.continues:
         changes = check_changes(start.state, plan, recorded_identity(
@@ -273,10 +265,6 @@ def has_reference(config: Config) -> bool:
     return config.training_stage == "grpo" and not config.distillation_enabled and config.grpo_beta > 0
 
 
-def has_live_reference(config: Config) -> bool:
-    return has_reference(config) and not objectives.reference_is_stored(config)
-
-
 def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
     """Return the place and hash of the adapters that a run started with, which its reference has; else {}."""
     if start.kind == "from":
@@ -313,17 +301,6 @@ def identity_of_start(folder: Path) -> dict[str, str]:
     if (folder / MANIFEST).exists():
         return {"manifest": store.read_manifest(folder)["sha256"]}
     return {"weights": weights_sha256(folder)}
-
-
-def find_same(folder: Path, recorded: Optional[str], identify: Callable[[Path], str]) -> Path:
-    """Return the folder, or the checkpoint beside it, that has the recorded identity; else the folder."""
-    if recorded is None or identify(folder) == recorded:
-        return folder
-    for beside in sorted(folder.parent.glob("step-*"), reverse=True):
-        with suppress(CheckpointError, OSError, ValueError):
-            if identify(beside) == recorded:
-                return beside
-    return folder
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:

@@ -20,7 +20,6 @@ from checkpoint.store import Warn, warn_on_console
 from common.errors import CheckpointError
 from common.files import FileLock, disk_errors
 from config import Config
-from parallel.ranks import Ranks, collective
 from run.log import REPORT
 
 LOCK = "run.lock"
@@ -51,21 +50,11 @@ class RunFolder:
 
 
 @contextmanager
-@collective
-def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFolder]:
-    """Yield the run's folder, created if needed and locked against other jobs; rank 0 chooses its name.
+def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
+    """Yield the run's folder, created if needed and locked against other jobs. Called on rank 0.
 
     A new folder is removed at the end if nothing was written into it.
     """
-    with ExitStack() as stack:
-        locked = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
-        path = ranks.broadcast(locked and str(locked.path))
-        yield locked or RunFolder(Path(path))
-
-
-@contextmanager
-def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
-    """`open_run_folder` on rank 0."""
     default = f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.output_dir) / (config.run_name or default)
     made = [place for place in (path, *path.parents) if not os.path.lexists(place)]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import run_script  # noqa: E402
+from common.errors import PaddockError, run_script  # noqa: E402
 from common.text import PROGRAM, command, show  # noqa: E402
 
 SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
@@ -58,7 +58,7 @@ def train_command(kind: str, folder: Path, used) -> str:
             wanted |= {"depth": depth} | ({} if is_timed else {"epochs": 4})
             row, batch = wanted["max_seq_len"], splits["train"]["tokens"] // 16
             # A step must not read more than the text.
-            if batch < 4096 and not {"total_batch_size", "micro_batch_size"} & loaded.sources.keys():
+            if batch < 4096 and "total_batch_size" not in loaded.sources:
                 wanted["total_batch_size"] = max(1, batch // row) * row
     else:
         if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
@@ -75,6 +75,11 @@ def train_command(kind: str, folder: Path, used) -> str:
         wanted["random_init"] = False
     flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
              for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
+    try:
+        make_plan([*map(str, flags)])
+    except PaddockError as error:
+        if "MICRO_BATCH_SIZE=" in str(error):  # of `.env`, for another batch
+            flags += ["--micro-batch-size", "0"]
     return command("scripts/run.py", "--run-name", free_run_name(folder.name, config), *flags)
 
 

@@ -485,7 +485,7 @@ def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, t
 
 
 OF_ANOTHER_STAGE = ("TRAINING_STAGE={}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nEPOCHS=2\n"
-                    "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\n")
+                    "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\nMICRO_BATCH_SIZE=5\n")
 
 
 @pytest.mark.parametrize("env", ["", OF_ANOTHER_STAGE], ids=["no .env", "a .env of another stage"])

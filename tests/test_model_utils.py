@@ -20,8 +20,7 @@ from common.errors import CheckpointError
 from config import LORA_LAYERS, Config, ModelConfig
 from learn.optim import clip_scale
 from model_utils import seed_step
-from plan.model_rules import check_model
-from plan.starts import Start
+from plan.starts import Start, check_model
 
 
 def test_random_numbers_follow_from_seed_step_and_rank():

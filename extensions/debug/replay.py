@@ -249,7 +249,7 @@ def start_before(run_dir: Path, config: Config, step: int, warn: store.Warn) -> 
     progress = store.read_state(later)["progress"] if later else {}
     setting = config.start_settings[0] if config.start_settings else None
     asked = Asked(config.model_copy(update={"run_name": run_dir.name, "output_dir": str(run_dir.parent)}),
-                  setting, frozenset(), frozenset())
+                  setting, {setting or "": str(run_dir)}, frozenset())
     try:
         start = find_first(asked, Known(), warn)
     except CheckpointError:

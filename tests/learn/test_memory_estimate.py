@@ -17,7 +17,7 @@ from extensions.forecast import GIB, forecast_memory, memory_advice
 from model import AttentionMeta, TransformerBlock
 from model_kernels import head, matmul
 from model_utils import DTYPES
-from plan.derived import PRESETS_DIR
+from plan.layers import PRESETS_DIR
 from plan.make import make_plan
 
 FULL = {"world_size": 8, "sharding": "full"}

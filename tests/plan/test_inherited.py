@@ -1,6 +1,7 @@
 """Settings that nobody gives: from the run to resume, the prepared data, the start, the stage, and the size of the data."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from factories import checkpoint_without_weights, model_without_weights, rehash
 from checkpoint import store
 from common.errors import CheckpointError, SettingsError
 from config import MODEL_SETTINGS, Config
-from plan.derived import PRESETS_DIR, settings_of_data, settings_of_length
+from plan.derived import settings_of_data, settings_of_length
+from plan.layers import PRESETS_DIR
 from plan.make import Plan, make_plan, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
@@ -63,7 +65,7 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
 def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
     """MUON_MOMENTUM is newer than the run, so its default is what the run had."""
     preset = Path("presets/mine.env").resolve()
-    for module in ("derived", "layers", "messages"):
+    for module in ("layers", "messages"):
         monkeypatch.setattr(f"plan.{module}.PRESETS_DIR", preset.parent)
     preset.parent.mkdir()
     preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
@@ -201,14 +203,21 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped_with_a_warning(state):
     assert loaded.start.step == 3 and len(loaded.warnings) == 1 and "step-00000004" in loaded.warnings[0]
 
 
-def test_a_recorded_value_that_is_no_longer_valid_gives_the_default_unless_it_is_of_the_model():
+def test_a_recorded_value_that_is_no_longer_valid_is_told_and_an_error_if_it_is_fixed():
     checkpoint = save_state(3)
     state = store.read_state(checkpoint)
     rehash(checkpoint, state | {"settings": state["settings"] | {"LR_SCHEDULE": "linear"}})
-    assert load(*PRETRAIN, "--run-name", "first").config.lr_schedule == "cosine"
-    rehash(checkpoint, state | {"settings": state["settings"] | {"MODEL_TYPE": "gpt"}})
-    with pytest.raises(CheckpointError, match="step-00000003: MODEL_TYPE=gpt: .*; use another checkpoint"):
-        load(*PRETRAIN, "--run-name", "first")
+    loaded = load(*PRETRAIN, "--run-name", "first")
+    assert loaded.config.lr_schedule == "cosine"
+    assert any(re.search("LR_SCHEDULE=linear: expected .* does not accept it any more, and goes on with LR_SCHEDULE=cosine", line)
+               for line in loaded.warnings)
+    by_flag = "set DISTILLATION_LOSS by a flag with ALLOW_RESUME_MISMATCH=DISTILLATION_LOSS, "
+    for name, value, remedy in (("MODEL_TYPE", "gpt", ""), ("DISTILLATION_LOSS", "mse", by_flag)):
+        rehash(checkpoint, state | {"settings": state["settings"] | {name: value}})
+        with pytest.raises(CheckpointError, match=f"step-00000003: {name}={value}: .* that recorded it, {remedy}or use another checkpoint"):
+            load(*PRETRAIN, "--run-name", "first")
+    fixed = load(*PRETRAIN, "--run-name", "first", "--distillation-loss", "jsd")
+    assert fixed.config.distillation_loss == "jsd", "the remedy gets past the plan; check_changes then compares"
 
 
 @pytest.mark.parametrize("flags, rate, epochs", [

@@ -32,8 +32,7 @@ from config import (
 from parallel import process
 from parallel.process import first_on_machine
 from plan.command_line import describe_settings, exit_with, export, find_run, help_text, plan_on_rank0
-from plan.derived import PRESETS_DIR
-from plan.layers import SEPARATORS, read_env_file
+from plan.layers import PRESETS_DIR, SEPARATORS, read_env_file
 from plan.make import make_plan, peek
 from plan.names import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, validate
 from plan.starts import Start

@@ -11,8 +11,7 @@ from factories import checkpoint_without_weights
 from config import Config
 from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
 from learn.optim import learning_rate
-from plan.derived import PRESETS_DIR
-from plan.layers import read_env_file
+from plan.layers import PRESETS_DIR, read_env_file
 from plan.make import peek
 from plan.names import ALIASES, OTHER_WAYS, validate
 from tests.plan.test_load import load, own_folder, problems  # noqa: F401

@@ -279,7 +279,7 @@ def test_a_record_is_above_files_and_below_flags(place, flags, own, monkeypatch)
     text = "".join(f"{name}={value}\n" for name, value in values.items())
     Path("presets").mkdir()
     Path("presets/mine.env").write_text(text)
-    for module in ("derived", "layers", "messages"):
+    for module in ("layers", "messages"):
         monkeypatch.setattr(f"plan.{module}.PRESETS_DIR", Path("presets").resolve())
     Path("run.json").write_text(json.dumps({name.lower(): value for name, value in values.items()}))
     env = {".env": text, "a preset that .env names": "PRESET=mine\n"}.get(place, "")
