@@ -263,7 +263,6 @@ class EvaluationConfig(Section):
     hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
     hellaswag_name: str = safe("HellaSwag", "display name for the items in HELLASWAG_PATH")
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
-    early_stopping_skip_steps: int = curve(0, "number of initial steps that early stopping ignores", ge=0)
 
 
 class CheckpointConfig(Section):
@@ -281,7 +280,6 @@ class LogConfig(Section):
     """Logs."""
 
     log_every: int = interval(30, 10, "lines on the console and in metrics.jsonl; 0 = never")
-    log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     ledger_checksum: bool = safe(
         False, "write a checksum of the weights after each step into ledger.jsonl; on with REPRODUCIBLE")
 
@@ -556,7 +554,8 @@ class Config(*reversed(SECTIONS)):
 # Settings of earlier versions, which runs recorded, and the values with which they had no effect.
 DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
            "grow_ffn_dim": None, "power_steps": None, "prefetch_steps": 2, "hellaswag_batch_tokens": 16_384,
-           "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock"}
+           "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock",
+           "early_stopping_skip_steps": 0, "log_all_ranks": False}
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, which are no settings
 
 
@@ -686,11 +685,10 @@ def path_rules(c: Config) -> Iterator[str]:
                    "write its value (.env expands ${NAME})")
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or remove it (default: runs)"
-    if c.run_name is not None and not PLAIN_NAME.fullmatch(c.run_name):
-        yield (f"RUN_NAME={c.run_name!r} must be a folder name of letters, digits, '.', '_' and '-'; "
-               "OUTPUT_DIR sets the folder that holds it")
-    elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, but may have {MAX_NAME_BYTES}; shorten it"
+    name = c.run_name or "run"
+    if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or len(name.encode()) > MAX_NAME_BYTES:
+        yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '.', '_' and '-', and "
+               f"at most {MAX_NAME_BYTES} bytes; OUTPUT_DIR sets the folder that holds it")
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:
         if not path:

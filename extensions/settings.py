@@ -6,6 +6,7 @@ if EXTENSIONS names it.
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
@@ -98,15 +99,13 @@ def online_rules(c: Config) -> Iterator[str]:
     if c.answer_tokens >= c.max_seq_len:
         yield (f"GRPO_MAX_TOKENS={c.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
                f"{c.max_seq_len}; lower it")
-    try:
+    names = []
+    with suppress(ValueError):
         names = [name for name, _ in reward_terms(c)]
-        unknown = [name for name in names if name not in BUILT_IN and ":" not in name]
-        if unknown or not names:
-            yield (f"REWARD={c.reward}: {unknown[0] if unknown else 'it'} is not one of "
-                   f"{', '.join(BUILT_IN)}, and does not have the form module:function")
-    except ValueError:
-        yield (f"REWARD={c.reward} does not have the form name*weight, ...; an example is "
-               "math*2,length*-0.01")
+    unknown = [name for name in names if name not in BUILT_IN and ":" not in name]
+    if unknown or not names:
+        what = f"{unknown[0]} is not" if unknown else "expected name*weight, such as math*2,length*-0.01:"
+        yield (f"REWARD={c.reward}: {what} one of {', '.join(BUILT_IN)}, or of the form module:function")
     refused = {f"SHARDING={c.sharding}": c.sharding != "none",
                f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
                f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}":
@@ -128,12 +127,10 @@ def prepare_ahead_rules(c: Config) -> Iterator[str]:
     if c.exclude_data:
         yield (f"EXCLUDE_DATA={c.exclude_data} searches all data before the first step, but with "
                "PREPARE_AHEAD=true, it is not there yet; remove one of them")
-    if c.epochs:
-        yield (f"EPOCHS={c.epochs:g} needs the size of the data, which PREPARE_AHEAD=true does not "
-               "know; set MAX_STEPS instead")
-    elif "max_steps" not in c.model_fields_set:
-        yield ("PREPARE_AHEAD=true needs MAX_STEPS, the length of the run and of its learning-rate "
-               "schedule, because the size of the data is not known; set it")
+    if c.epochs or "max_steps" not in c.model_fields_set:
+        instead = f" instead of EPOCHS={c.epochs:g}" if c.epochs else ""
+        yield (f"PREPARE_AHEAD=true needs MAX_STEPS, the length of the run and of its learning-rate "
+               f"schedule, because the size of the data is not known; set it{instead}")
 
 
 def rounding_rules(c: Config) -> Iterator[str]:
@@ -226,12 +223,11 @@ def evaluate_rules(c: Config) -> Iterator[str]:
         yield f"METRIC={c.metric} does not have the form module:function"
     if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", c.metric):
         yield f"METRIC={c.metric} is the name of another metric of answers; rename the function"
-    if every and stage == "dpo" and c.preference_objective == "kto":
-        yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
-               "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
-    if every and stage in ("pretrain", "grpo"):
-        yield (f"GENERATION_EVAL_EVERY={every} compares answers, which only the stages sft "
-               f"and dpo have; set it to 0 with TRAINING_STAGE={stage}")
+    is_kto = stage == "dpo" and c.preference_objective == "kto"
+    if every and (stage in ("pretrain", "grpo") or is_kto):
+        data = "PREFERENCE_OBJECTIVE=kto" if is_kto else f"TRAINING_STAGE={stage}"
+        yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which the data of {data} may not "
+               "have; set it to 0")
 
 
 class ProfileConfig(Section):
