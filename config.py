@@ -686,9 +686,10 @@ def path_rules(c: Config) -> Iterator[str]:
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or remove it (default: runs)"
     name = c.run_name or "run"
-    if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or len(name.encode()) > MAX_NAME_BYTES:
+    size = len(name.encode())
+    if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or size > MAX_NAME_BYTES:
         yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '.', '_' and '-', and "
-               f"at most {MAX_NAME_BYTES} bytes; OUTPUT_DIR sets the folder that holds it")
+               f"at most {MAX_NAME_BYTES} bytes (it has {size}); OUTPUT_DIR sets the folder that holds it")
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:
         if not path:

@@ -255,15 +255,17 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
                    for name in Config.model_fields if environ.get(name.upper(), "") != ""}
     env = read_env_file(env_path, environ) if exists else Layer()
     env.is_env = True
-    if restarted := settings_before_restart(environ):  # files may have been edited for another run
-        env, flags.config_files = restarted, []
+    # An automatic restart keeps the settings of files that the first start had: they may have been edited.
+    if restarted := json.loads(environ.get(RESTART, "{}")).get("settings"):
+        env, flags.config_files = Layer({name: (*pair,) for name, pair in restarted.items()}, is_env=True), []
     layers = [env, *map(read_config_file, map(Path, flags.config_files)),
               Layer(environment, for_this_start=True), flags]
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
     config, preset_pair = validate(given)[0], given.get("preset")
-    is_new = (is_run and config.training_stage == "pretrain" and not SIZES & given.keys()
-              and (config.debug or config.preset) and not names_a_run(config))
+    own = Path(config.output_dir) / (config.run_name or "-") / "checkpoints"
+    resumes = any(own.glob("step-*")) if config.resume == "auto" else config.resume != "never"
+    is_new = is_run and config.training_stage == "pretrain" and not SIZES & given.keys() and not resumes
     if is_new and config.debug and not preset_pair and not LENGTHS & given.keys():
         has_data = config.pretrain_data_path or any("data_path" in layer.values for layer in layers)
         preset_pair = ("debug" if has_data else "sample,debug", given["debug"][1])
@@ -286,20 +288,6 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
                                                  for value, _ in layer.values.values()) for layer in layers):
         OTHER_TRAINERS.compute(layers)
     return layers
-
-
-def names_a_run(config: Config) -> bool:
-    """Return whether the settings name a run, or a checkpoint, to continue."""
-    if config.resume != "auto":
-        return config.resume != "never"
-    checkpoints = Path(config.output_dir) / (config.run_name or "-") / "checkpoints"
-    return config.run_name is not None and any(checkpoints.glob("step-*"))
-
-
-def settings_before_restart(environ: Mapping[str, str]) -> Optional[Layer]:
-    """Return the settings of `.env`, presets and files that the launcher's first start of this job had."""
-    values = json.loads(environ.get(RESTART, "{}")).get("settings")
-    return values and Layer({name: (value, where) for name, (value, where) in values.items()}, is_env=True)
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:

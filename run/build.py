@@ -167,8 +167,13 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
     if "teacher" in plan.identities:
         place = Path(plan.identities["teacher"]["folder"])
         teacher = load_teacher(place, config, run.inputs.tokenizer.vocab_size, ranks)
-    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base_of(run), context,
-                                                 teacher)
+
+    def find() -> Path:  # only if it is needed
+        known = start.base or start.kind == "from" and start.folder
+        return Path(known or find_base(config, asdict(run.progress), run.folder, context.log.warn))
+
+    base = Base(find, run.progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
+    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base, context, teacher)
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
@@ -224,7 +229,7 @@ def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: 
 
 def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer, optimizer: Optimizer, scaler
             ) -> Progress:
-    """Restore the state of optimizer and loss scaler, and return the progress to continue with."""
+    """Restore the state of optimizer and loss scaler; return the progress, and where the run started."""
     config, start, progress = plan.config, plan.start, Progress()
     if state:
         progress = Progress(**state["progress"])
@@ -236,21 +241,18 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
         progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
                             recent_losses=progress.recent_losses, base=progress.base,
                             base_sha256=progress.base_sha256, base_beside=progress.base_beside)
-    return replace(progress, **where_it_started(plan, state, run_dir))
 
-
-def where_it_started(plan: Plan, state: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return the fields of Progress by which a later start finds the model that the run started from."""
-    start, found, base = plan.start, {}, None
+    # By these fields, a later start finds the model that the run started from.
+    found, base = {}, None
     if start.kind == "from":
         found, base = {"wandb_run_id": None, "begun_from": start.named}, Path(start.base or start.folder)
     elif start.continues:
-        progress, folder = state["progress"], Path(start.folder)
+        recorded, folder = state["progress"], Path(start.folder)
         home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
-        if progress.get("base_beside") and home != run_dir:  # a checkpoint of another run
+        if recorded.get("base_beside") and home != run_dir:  # a checkpoint of another run
             found["base_beside"] = os.path.relpath(
-                (home / progress["base_beside"]).resolve(), run_dir.resolve())
-        if start.named is not None and not names_its_start(start.named, progress, run_dir):
+                (home / recorded["base_beside"]).resolve(), run_dir.resolve())
+        if start.named is not None and not names_its_start(start.named, recorded, run_dir):
             local_steps = [place for place in store.places(start.named, run_dir)
                            if place.is_dir() and is_inside(place, run_dir)]
             found["begun_from"] = local_steps[0].name if local_steps else start.named
@@ -258,18 +260,7 @@ def where_it_started(plan: Plan, state: dict[str, Any], run_dir: Path) -> dict[s
     if base is not None:
         found |= {"base": str(base.resolve()), "base_sha256": plan.identities["base"]["weights"],
                   "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
-    return found
-
-
-def base_of(run: Run) -> Base:
-    """Return the model that the run started from, which is located only if it is needed."""
-    plan, progress = run.plan, run.progress
-
-    def find() -> Path:
-        known = plan.start.base or plan.start.kind == "from" and plan.start.folder
-        return Path(known or find_base(run.config, asdict(progress), run.folder, run.log.warn))
-
-    return Base(find, progress.base_sha256, plan.start.layers, plan.identities.get("reference_adapters", {}))
+    return replace(progress, **found)
 
 
 # ------------------------------------------------------------------------------------------ the objective

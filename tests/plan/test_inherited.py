@@ -166,7 +166,7 @@ def test_nothing_is_inferred_from_the_stage_of_an_env():
     assert (loaded.config.learning_rate, loaded.config.epochs, loaded.config.log_every) == (0.5, None, 3)
     assert "MAX_STEPS (command line) replaces EPOCHS=2 (.env:3)" in loaded.notes and not_used(loaded) == []
     Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=5\n")
-    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY=5 compares answers"):
+    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY=5 compares with good answers"):
         load("--training-stage", "pretrain", *PRETRAIN)
 
 

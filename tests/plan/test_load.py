@@ -565,7 +565,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs contains a variable or a command, which is not expanded"),
     (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
     (("--teacher-model", "`cat name`", "--distillation-enabled"), "not expanded"),
-    (("--run-name", "ä" * 101), "has 202 bytes, but may have 200"),
+    (("--run-name", "ä" * 101), "at most 200 bytes (it has 202)"),
     (("--training-stage", "sft", "--random-init"), "scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
     (("--training-stage", "dpo", "--instruct-checkpoint", "base"), "scripts/load_dpo_dataset.py"),
@@ -581,7 +581,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--training-stage", "sft", "--random-init", "--sft-data-path", "x", "--tokenizer-path="), "start from a model that has one (PRETRAIN_CHECKPOINT), or set it to"),
     (("--world-size", "2"), "--nproc-per-node 2 (or torchrun)"),
     (("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5"), "DIM=wide"),  # whose rules are silent then
-    (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares answers, which only the stages sft and dpo have"),
+    (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares with good answers, which the data of TRAINING_STAGE=pretrain may not have"),
     *((("--eval-tasks", tasks), words) for tasks, words in (
         ("arc.jsonl", "EVAL_TASKS=arc.jsonl does not have the form name:file"),
         ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
