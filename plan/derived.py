@@ -75,11 +75,9 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     # Batch, steps and rate. With these, rate x steps x WEIGHT_DECAY is 0.9 to 2 at every depth from 6 on, so
     # WEIGHT_DECAY need not depend on the depth (Wang & Aitchison 2024, arXiv:2405.13698).
     tokens = TOKENS_PER_PARAMETER * config.matrix_count
-    batch_rows = 0.58 * tokens**0.571 / config.max_seq_len
-    micro_rows = config.micro_batch_size * config.planned_ranks if "micro_batch_size" in given else 0
-    rows = max(1, round(batch_rows / ROWS)) * ROWS
-    if micro_rows and rows % micro_rows:
-        rows = max(1, round(batch_rows / micro_rows)) * micro_rows
+    rows = max(1, round(0.58 * tokens**0.571 / (ROWS * config.max_seq_len))) * ROWS
+    if "micro_batch_size" in given and (together := config.micro_batch_size * config.planned_ranks):
+        rows = max(1, round(rows / together)) * together
     choose(total_batch_size=rows * config.max_seq_len)
     rows = max(1, config.rows_per_step // config.planned_ranks)
     most = min(rows, MOST_ROWS, int(ACTIVATIONS / (config.dim * config.n_layers * config.max_seq_len)))

@@ -89,7 +89,7 @@ def test_bad_data_exits_with_3_and_the_other_checks_still_run(prepared, tmp_path
 
 def test_a_missing_start_exits_with_5_and_no_list(prepared, tmp_path, capsys):
     checked = Checked(TinyRun(prepared, tmp_path), capsys, PRETRAIN_CHECKPOINT="step-00000009")
-    assert checked.code == 5 and checked.out == "" and "error: there is no checkpoint 'step-00000009' in " in checked.err
+    assert checked.code == 5 and checked.out == "" and "=step-00000009 (command line): there is no checkpoint 'step-00000009' in " in checked.err
 
 
 @pytest.mark.parametrize("mode", ["dpo-live", "distilled", "lora-sft"])

@@ -521,6 +521,15 @@ def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, message):
         load(*layers.pop("flags", ()), **layers)
 
 
+def test_the_rules_of_an_extension_are_checked_if_extensions_names_it():
+    flags = ("--tokenizer-path", "t", "--prepare-ahead", "true", "--max-steps", "2", "--training-stage", "sft", "--sft-data-path", "d", "--random-init", "true")
+    assert any("PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain" in line for line in problems(*flags)), "which the setting itself names"
+    assert not [line for line in problems("--extensions", "guards", "--reward", "magic", "--seed", "-1") if "REWARD" in line]
+    rewarded = ("--training-stage", "grpo", "--grpo-data-path", "d", "--tokenizer-path", "t", "--instruct-checkpoint", "base", "--reward", "magic")
+    assert [line.split(":")[0] for line in problems(*rewarded)] == ["REWARD=magic"]
+    assert "TRAINING_STAGE=grpo, REWARD=magic (command line) need online in EXTENSIONS" in problems(*rewarded, "--extensions", "guards")[0]
+
+
 def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_of_a_preset():
     few = ("--extensions", "guards, evaluate")
     (problem,) = problems(*few, "--wandb-enabled", "true", env="TENSORBOARD_ENABLED=true\nTRACKIO_ENABLED=false\n")

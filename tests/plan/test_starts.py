@@ -135,13 +135,18 @@ def test_going_back_to_a_step_is_warned_of():
         assert loaded.start.step == 3 and loaded.warnings[0] == f"{STEP_5} is not used, because the settings name {STEP_3}"
 
 
+def test_a_missing_checkpoint_is_an_error_with_the_line_that_names_it():
+    with pytest.raises(CheckpointError, match=r"^INSTRUCT_CHECKPOINT=gone \(.env:2\): there is no checkpoint 'gone' in"):
+        plan(*SFT, env="SEED=1\nINSTRUCT_CHECKPOINT=gone\n")
+
+
 def test_a_step_of_its_own_that_env_names_is_used():
     assert not_used(plan("--run-name", "tuned", env=f"PRETRAIN_CHECKPOINT={STEP_3}\n")) == []
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([*SFT, "--pretrain-checkpoint", "gone"], "there is no checkpoint 'gone' in runs or at that path"),
-    ([*SFT, "--pretrain-checkpoint", "text"], "text is a file; name the folder"),
+    ([*SFT, "--pretrain-checkpoint", "gone"], "PRETRAIN_CHECKPOINT=gone (command line): there is no checkpoint 'gone' in runs or at that path"),
+    ([*SFT, "--pretrain-checkpoint", "text"], "PRETRAIN_CHECKPOINT=text (command line): text is a file; name the folder"),
     ([*SFT, "--pretrain-checkpoint", "adapters", "--lora-enabled", "false"], "adapters contains adapters, not a full model; train them with LORA_ENABLED=true, or merge them first"),
     ([*SFT, "--run-name", "new", "--instruct-checkpoint", "adapted", "--lora-enabled", "false"], "merge them first"),
     ([*SFT, "--run-name", "tuned", "--resume", "never", "--pretrain-checkpoint", "tuned"], "belongs to the run that RESUME=never would move"),
@@ -244,7 +249,7 @@ def test_resume_of_a_path_refuses_another_start_by_a_flag():
     (["--resume", "pretrained", "--training-stage", "sft"], "RESUME=pretrained names a checkpoint of TRAINING_STAGE=pretrain, which TRAINING_STAGE=sft"),
     (["--resume", "base"], "RESUME=base names a model without a trainer state, which"),
     (["--resume", "adapters"], "RESUME=adapters names a model without a trainer state, which"),
-    (["--resume", "gone"], "there is no checkpoint 'gone'"), (["--resume", "runs/gone"], "there is no checkpoint 'runs/gone'"),
+    (["--resume", "gone"], "RESUME=gone (command line): there is no checkpoint 'gone'"), (["--resume", "runs/gone"], "there is no checkpoint 'runs/gone'"),
     (["--resume", "old/gone"], "there is no checkpoint 'old/gone'"),
     (["--resume", STEP_3, "--run-name", "adapted"], "runs/adapted has a run at step-00000002")])
 def test_resume_of_a_path_needs_a_checkpoint_of_the_stage(flags, words):
