@@ -132,7 +132,7 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
     ({"DIM": "100", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
     ({"DIM": "3", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
     ({"DIM": "96", "N_HEADS": "6", "N_KV_HEADS": "4"}, "N_KV_HEADS", r"try one of (\d+), (\d+), (\d+), (\d+)$"),
-    ({"PRECISION": "fp16"}, "PRECISION", "use (fp32), or (bf16)"),
+    ({"PRECISION": "fp16"}, "PRECISION", "use (bf16), or (fp32)"),
     ({"ACTIVATION_CHECKPOINTING": "selective", "COMPILE": "false"}, "ACTIVATION_CHECKPOINTING", "use (block), or (none)"),
     ({"EARLY_STOPPING_PATIENCE": "3", "VALIDATE_EVERY": "0"}, "VALIDATE_EVERY", "set VALIDATE_EVERY above 0()"),
     ({"LORA_TARGET_MODULES": "x", "PRETRAIN_CHECKPOINT": "base", "LORA_ENABLED": "1"}, "LORA_TARGET_MODULES",
