@@ -264,8 +264,9 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
              if not isinstance(pair[0], tuple)}
     config, preset_pair = validate(given)[0], given.get("preset")
     own = Path(config.output_dir) / (config.run_name or "-") / "checkpoints"
-    resumes = any(own.glob("step-*")) if config.resume == "auto" else config.resume != "never"
-    is_new = is_run and config.training_stage == "pretrain" and not SIZES & given.keys() and not resumes
+    is_new = (is_run and config.training_stage == "pretrain" and not SIZES & given.keys()
+              and (config.debug or config.preset)
+              and (config.resume == "never" or config.resume == "auto" and not any(own.glob("step-*"))))
     if is_new and config.debug and not preset_pair and not LENGTHS & given.keys():
         has_data = config.pretrain_data_path or any("data_path" in layer.values for layer in layers)
         preset_pair = ("debug" if has_data else "sample,debug", given["debug"][1])
