@@ -263,6 +263,7 @@ class EvaluationConfig(Section):
     hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
     hellaswag_name: str = safe("HellaSwag", "display name for the items in HELLASWAG_PATH")
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
+    early_stopping_skip_steps: int = curve(0, "number of initial steps that early stopping ignores", ge=0)
 
 
 class CheckpointConfig(Section):
@@ -280,6 +281,7 @@ class LogConfig(Section):
     """Logs."""
 
     log_every: int = interval(30, 10, "lines on the console and in metrics.jsonl; 0 = never")
+    log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     ledger_checksum: bool = safe(
         False, "write a checksum of the weights after each step into ledger.jsonl; on with REPRODUCIBLE")
 
@@ -554,8 +556,7 @@ class Config(*reversed(SECTIONS)):
 # Settings of earlier versions, which runs recorded, and the values with which they had no effect.
 DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
            "grow_ffn_dim": None, "power_steps": None, "prefetch_steps": 2, "hellaswag_batch_tokens": 16_384,
-           "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock",
-           "early_stopping_skip_steps": 0, "log_all_ranks": False}
+           "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock"}
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, which are no settings
 
 

@@ -107,13 +107,14 @@ class LineFile:
 class RunLog:
     """The log of one rank: on the console until `open`, then also in the run's folder.
 
-    Ranks other than 0 have only their text file.
+    Ranks other than 0 have only their text file, and the console with LOG_ALL_RANKS.
     """
 
     def __init__(self, config: Config, rank: int, device_type: str):
         self.config, self.rank = config, rank
         self.prefix = f"[{f'GPU{number_of(rank)}' if device_type != 'cpu' else f'CPU{rank}'}]"
         self.shown_prefix = f"{self.prefix} " * (config.world_size > 1)  # on a terminal
+        self.on_console = rank == 0 or config.log_all_ranks
         self.file = LineFile(self.warn)
         self.warn_without_targets = once(self.warn)
         self.lines: dict[str, LineFile] = {}  # by the name of the file
@@ -178,7 +179,7 @@ class RunLog:
         if console.isatty():
             shown = [text] if shown is None else shown.splitlines()
             lines = "\n".join(f"{self.shown_prefix}{part}" for part in shown)
-        error = print_safely(lines, console, True) if self.rank == 0 and lines else None
+        error = print_safely(lines, console, True) if self.on_console and lines else None
         self.file.write(line)
         if error:
             self.warn(f"the console cannot be written: {error.strerror}; the log folder has every line")
@@ -232,7 +233,7 @@ class RunLog:
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
-        if self.ending and self.rank == 0 and sys.stdout.isatty():
+        if self.ending and self.on_console and sys.stdout.isatty():
             print_safely("\n".join(f"{self.shown_prefix}{line}" for line in self.ending), sys.stdout, True)
         for tracker in self.trackers:
             tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)

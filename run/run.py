@@ -117,13 +117,14 @@ class Progress(SavedProgress):
         """Steps that changed the weights; the learning-rate schedule counts only these."""
         return self.step - self.skipped_steps
 
-    def note_validation(self, loss: float) -> bool:
+    def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Record a validation loss; return whether it is a new best, which NaN never is."""
         self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
-        self.validations_without_best += 1
+        if self.step > skip_steps:
+            self.validations_without_best += 1
         return False
 
 

@@ -384,7 +384,7 @@ class Job:
     def describe(self, ending: Ending, words: str = "") -> str:
         """Return a sentence about a failure; print its details, unless a rank's output showed them."""
         cause = ending.cause
-        on_console = cause.rank % self.ranks == 0
+        on_console = cause.rank % self.ranks == 0 or self.config.log_all_ranks
         if cause.trace and not (on_console and cause.code == 1):
             print_safely(cause.trace, sys.stderr)
         names_rank = cause.sentence.startswith(("rank", "hang")) or not ending.where
@@ -443,7 +443,7 @@ def launch(job: Job, number: int, flags: list[str], logs: Logs) -> tuple[list[Ra
         min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=job.ranks, run_id=f"paddock-{number}",
         max_restarts=0, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
         logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL,
-                                    tee={0: Std.ALL}),
+                                    tee=Std.ALL if job.config.log_all_ranks else {0: Std.ALL}),
         role="", log_line_prefix_template="${role_name}",  # no prefix: the ranks write their own
         **{name: value for name, value in newer.items() if name in known})
 

@@ -303,15 +303,15 @@ def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
     progress, best = run_module.Progress(), []
     for step, loss in enumerate((2.0, 1.5, 1.5, math.nan, 1.6, 1.4), 1):
         progress.step = step
-        best.append(progress.note_validation(loss))
+        best.append(progress.note_validation(loss, skip_steps=3))
     assert best == [True, True, False, False, False, True]
     assert (progress.best_step, progress.best_val_loss, progress.validations_without_best) == (6, 1.4, 0)
 
 
-def test_early_stopping_counts_validations_without_a_best(tiny_run, monkeypatch, capsys):
-    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 3.98, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
-    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, HELLASWAG_EVERY=7).trained()
-    # Step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
+def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
+    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7).trained()
+    # Step 2 is skipped, step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
     assert list(run.column("train_loss"))[-1] == 6 and run.steps_saved()[-1] == 6
     assert "Early stopping" in capsys.readouterr().out
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"

@@ -132,7 +132,7 @@ def test_the_sample_is_the_sample_beside_any_env():
     named = read_env_file(PRESETS_DIR / "sample.env").values
     left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) in ("curve", "fixed") and name not in named
             and section not in (LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig)}
-    assert left == {"seed", "precision", "tf32", "reproducible", "gradient_dtype", "loss_spike_threshold",
+    assert left == {"seed", "precision", "tf32", "reproducible", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
                     "sliding_every", "rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len",
                     "generation_eval_examples", "generation_eval_tokens"}
 

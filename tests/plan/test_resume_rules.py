@@ -30,7 +30,7 @@ PROMISED = {
         weight_dtype optimizer_dtype exclude_data prepare_ahead""",
     "curve": """
         validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
-        early_stopping_patience max_steps learning_rate min_learning_rate warmup_steps lr_schedule
+        early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
         decay_fraction train_only weight_decay adam_beta1 adam_beta2 adam_eps muon_momentum max_grad_norm gradient_dtype
         loss_spike_policy
         loss_spike_threshold precision tf32 update_in_backward""",
