@@ -31,7 +31,7 @@ from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import MixedRows, Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
-from extensions.inference.engine import Sampling, generate
+from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
@@ -51,7 +51,7 @@ from run.extensions import Extension
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
 from run.run import Inputs, Progress, Run
-from tokenizer import load_tokenizer
+from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 HELD_OUT_SAMPLES = 2
@@ -82,6 +82,7 @@ class Evaluate(Extension):
 
     @collective
     def run_start(self, run: Run) -> None:
+        never_sample(run.model, run.inputs.tokenizer.generation.get(SUPPRESSED, ()))
         if self.held_out and run.config.metric:  # refuse a bad METRIC before the first step
             run.ranks.on_rank0(lambda: check_metric(run.config, run.inputs.tokenizer, self.held_out))
 

@@ -37,17 +37,19 @@ from data_pipeline.sources import columns_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
-from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
+from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
-from model import SHARED_PREFIX, Transformer, evaluation_mode
+from model import Transformer, evaluation_mode
+from model_kernels.attention import SHARED_PREFIX
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import RunContext, collective
 from run.run import Inputs, Run, StepResult
+from tokenizer import SUPPRESSED
 
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -165,6 +167,7 @@ class Rollouts:
     def __init__(self, model: Transformer, config: Config, tokenizer, context: RunContext):
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
+        never_sample(model, tokenizer.generation.get(SUPPRESSED, ()))
         self.rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
         self.equal_rewards_steps, self.is_reported = 0, False
         self.together = config.answers_per_row
