@@ -54,8 +54,8 @@ from torch import Tensor
 
 from common.activity import ACTIVITY, phase
 from dataloaders import Batch
-from evaluation.during_run import due, evaluate
-from learn.objectives import ONLINE, Prepared
+from evaluation.during_run import evaluate
+from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
@@ -64,6 +64,7 @@ from run.extensions import Extension, find
 from run.run import (
     Run,
     StepResult,
+    due,
     finish_saving,
     how_to_resume,
     pin_early,
@@ -147,8 +148,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     prepared = prepare_step(run, *next(loader))
                     seed_step(config.seed, progress.step, run.ranks.rank)
                     lr = learning_rate(progress.updates, config)
-                # GRPO may make several updates on the answers of a step.
-                take = take_step if config.updates_per_step == 1 else ONLINE["updates"]
+                take = getattr(run.objective, "take_step", take_step)
                 result = take(run, reducer, prepared.batches, prepared.count, lr)
                 result = result._replace(metrics=prepared.metrics | result.metrics)
                 seconds.append(time.perf_counter() - begun)
@@ -250,7 +250,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
-    must_stop = torch.full_like(norm, run.must_stop)
+    is_lost = run.run_folder.is_lost  # on rank 0, which knows it
+    must_stop = torch.full_like(norm, is_lost or run.context.signals.received is not None)
     has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
     local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
@@ -276,7 +277,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
-    is_written, checksums = numbers.written_ranks == ranks.world_size, joined(values[len(scalars):])
+    is_written = numbers.written_ranks == ranks.world_size
+    checksums = joined(values[len(scalars):]) if has_checksums else []
     return StepResult(loss, dict(zip([*sums][1:], metrics)), round(numbers.units), numbers.norm, finite,
                       not numbers.is_skipped, spike, numbers.stopping_ranks > 0, checksums, is_written,
                       numbers.misfit)

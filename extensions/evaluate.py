@@ -82,7 +82,6 @@ class Evaluate(Extension):
 
     @collective
     def run_start(self, run: Run) -> None:
-        never_sample(run.model, run.inputs.tokenizer.generation.get(SUPPRESSED, ()))
         if self.held_out and run.config.metric:  # refuse a bad METRIC before the first step
             run.ranks.on_rank0(lambda: check_metric(run.config, run.inputs.tokenizer, self.held_out))
 
@@ -157,6 +156,7 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
     stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
+    never_sample(run.model, tokenizer.generation.get(SUPPRESSED, ()))
     with forced_eager(), nullcontext() if config.reproducible else packed_weights(run.model):
         for number in run.context.progress(range(rounds), rounds, "Generation"):
             local = [*batches, *[[]] * world_size][number * world_size + rank]
@@ -284,6 +284,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
                 prompt_ids.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
+    never_sample(model, tokenizer.generation.get(SUPPRESSED, ()))
     # The packed layout of a CPU rounds in another order, and sharded models have none.
     with forced_eager(), nullcontext() if config.reproducible else packed_weights(model):
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)

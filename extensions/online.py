@@ -430,6 +430,8 @@ class GRPO:
                  reference: Optional[Callable[..., Tensor]] = None):
         self.config, self.rollouts, self.reference = config, rollouts, reference
         self.by_token = config.grpo_loss == "dapo"
+        if config.grpo_updates > 1:
+            self.take_step = take_updates
 
     def prepare_step(self, prompts: list, step: int) -> Prepared:
         return self.rollouts(prompts, step, self.count)
@@ -476,6 +478,8 @@ class OnPolicyDistillation(objectives.Distillation):
                  compiled: bool = False):
         super().__init__(config.model_copy(update={"distillation_weight": 1.0}), teacher, compiled)
         self.rollouts = rollouts
+        if config.grpo_updates > 1:
+            self.take_step = take_updates
 
     def prepare_step(self, prompts: list, step: int) -> Prepared:
         return self.rollouts(prompts, step, self.count)
@@ -555,5 +559,4 @@ def copy_state(run: Run) -> Callable[[], None]:
 
 
 VALIDATIONS["grpo"] = "Reward", "val_reward", validation_reward
-objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "distillation": OnPolicyDistillation,
-                      "updates": take_updates}
+objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "distillation": OnPolicyDistillation}

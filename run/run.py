@@ -174,11 +174,6 @@ class Run:
     def folder(self) -> Path:
         return self.run_folder.path
 
-    @property
-    def must_stop(self) -> bool:
-        """True if a stop signal arrived, or, on rank 0, if the run's folder was renamed or deleted."""
-        return self.context.signals.received is not None or self.run_folder.is_lost
-
     def needed_places(self) -> Iterator[Path]:
         """Yield the checkpoints that this run needs to continue: base, reference and teacher."""
         config, identities = self.config, self.plan.identities
@@ -237,6 +232,10 @@ class Run:
             self.progress.recent_losses = losses[-self.config.loss_spike_window:]
         self.progress.pending_metrics, self.progress.val_loss = {}, None
         self.saved = None
+
+
+def due(every: int, step: int, last: bool = False) -> bool:
+    return every > 0 and (step % every == 0 or last)
 
 
 # ---------------------------------------------------------------------------------- the run's folder
