@@ -117,6 +117,8 @@ def train(planned: Planned, argv: Sequence[str]) -> int:
                               if type(extension).phase is not Extension.phase]
             for extension in run.extensions:
                 extension.run_start(run)
+            if not run.takes_no_step:
+                record_settings(run)
             with saves_end(run):
                 code = train_loop(run, reducer)
             del reducer  # destroying a DDP model after its process group can hang
@@ -130,17 +132,17 @@ def train(planned: Planned, argv: Sequence[str]) -> int:
 def train_loop(run: Run, reducer: Reducer) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
-    if (run.finished or run.stops_here) and progress.pending_metrics is None:
+    if run.takes_no_step and progress.pending_metrics is None:
         log.info(f"Nothing to do: the run is at step {progress.step}, and MAX_STEPS={config.max_steps}. "
                  f"{run.how_to_continue()}")
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
-        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with run.inputs.training_batches(run.order, run.ranks.device, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             if progress.pending_metrics is not None:
                 finish_step(run)
-            while not (run.finished or run.stops_here):
+            while not run.takes_no_step:
                 for extension in run.extensions:
                     extension.step_begin(run)
                 ACTIVITY.step, begun = progress.step + 1, time.perf_counter()
@@ -155,7 +157,6 @@ def train_loop(run: Run, reducer: Reducer) -> int:
 
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
-                    record_settings(run)
                     pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:
@@ -331,8 +332,8 @@ def finish_step(run: Run) -> None:
         run.log.step({"step": progress.step, **metrics})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
-    if run.finished or run.stops_here or (progress.step > 0 and is_due):
-        save_checkpoint(run, wait=run.finished or run.stops_here)
+    if run.takes_no_step or (progress.step > 0 and is_due):
+        save_checkpoint(run, wait=run.takes_no_step)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,6 @@ class Rollouts:
     def __init__(self, model: Transformer, config: Config, tokenizer, context: RunContext):
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
-        never_sample(model, tokenizer.generation.get(SUPPRESSED, ()))
         self.rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
         self.equal_rewards_steps, self.is_reported = 0, False
         self.together = config.answers_per_row
@@ -251,6 +250,7 @@ class Rollouts:
                 requests.append(Request(ids, config.answer_tokens, sampling, draws=torch.from_numpy(draws)))
             groups.append(requests)
         rows, model = len(groups) * group, self.model
+        never_sample(model, self.tokenizer.generation.get(SUPPRESSED, ()))
 
         def run(requests: list[Request], until_first: bool) -> None:
             for request in requests:

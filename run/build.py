@@ -165,6 +165,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
+    run.order = run.inputs.order(config, ranks)
     return run
 
 

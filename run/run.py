@@ -85,9 +85,8 @@ class Inputs:
                 used[block] = True
         return np.flatnonzero(used).tolist()
 
-    def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int):
-        return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
-                          PREFETCH_STEPS)
+    def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
+        return load_steps(self.rows, order, device, objective.count, first_step, PREFETCH_STEPS)
 
     def validation_batches(self, config: Config, ranks: Ranks):
         rows = min(config.validation_rows, len(self.validation_rows))
@@ -165,6 +164,7 @@ class Run:
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
     plan: Optional[Plan] = None  # none outside of training
+    order: Optional[RowOrder] = None  # of the training rows; none for evaluations
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
 
     def __post_init__(self) -> None:
@@ -190,8 +190,10 @@ class Run:
                 or 0 < patience <= self.progress.validations_without_best)
 
     @property
-    def stops_here(self) -> bool:
-        return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
+    def takes_no_step(self) -> bool:
+        """Whether the run is finished, or STOP_STEP ends it here."""
+        stop_step = self.config.stop_step
+        return self.finished or stop_step is not None and self.progress.step >= stop_step
 
     def how_to_continue(self) -> str:
         """Return why the run takes no more steps, and what continues it."""
@@ -215,7 +217,7 @@ class Run:
             effect = report and report.is_secondary
             sentence = report.sentence if report else f"{type(error).__name__}: {error}"
             return sentence.partition(" (")[0] if effect else sentence
-        if not (self.finished or self.stops_here) or self.progress.pending_metrics is not None:
+        if not self.takes_no_step or self.progress.pending_metrics is not None:
             return "stopped by a signal"
         early = "early stopping" if self.finished else "STOP_STEP"
         return "finished" if self.progress.step >= self.config.max_steps else early
