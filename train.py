@@ -68,7 +68,6 @@ from run.run import (
     finish_saving,
     how_to_resume,
     pin_early,
-    record_settings,
     save_checkpoint,
     saves_end,
     start_writing,
@@ -117,8 +116,6 @@ def train(planned: Planned, argv: Sequence[str]) -> int:
                               if type(extension).phase is not Extension.phase]
             for extension in run.extensions:
                 extension.run_start(run)
-            if not run.takes_no_step:
-                record_settings(run)
             with saves_end(run):
                 code = train_loop(run, reducer)
             del reducer  # destroying a DDP model after its process group can hang

@@ -42,7 +42,7 @@ def tick() -> None:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """A `with` block around a part of the work, which extensions measure and the watchdog names."""
-    before = ACTIVITY.phase, ACTIVITY.is_waiting
+    before = ACTIVITY.phase
     if name == COMMUNICATION:
         ACTIVITY.is_waiting = True
     else:
@@ -52,7 +52,8 @@ def phase(name: str) -> Iterator[None]:
         for hook in ACTIVITY.hooks:
             stack.enter_context(hook(name))
         yield
-    ACTIVITY.phase, ACTIVITY.is_waiting = before  # not after an error, whose report names the phase
+    # Not after an error, whose report names the phase.
+    ACTIVITY.phase, ACTIVITY.is_waiting = before, False
     ACTIVITY.ticks += 1
 
 

@@ -58,8 +58,8 @@ class Reducer:
     def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig,
                  optimizer: Optional["Optimizer"] = None):
         self.ranks, self.unwrapped, self.is_sharded = ranks, model, fsdp.is_sharded(model)
-        self.in_ddp = ranks.world_size > 1 and not self.is_sharded
-        self.model = in_ddp(model, config.gradient_dtype) if self.in_ddp else model
+        self.uses_ddp = ranks.world_size > 1 and not self.is_sharded
+        self.model = in_ddp(model, config.gradient_dtype) if self.uses_ddp else model
 
     def begin(self, units: Tensor, progress: SavedProgress) -> None:
         """Begin a step of so many units. Without any, the gradients are 0, and the loss is NaN."""
@@ -72,7 +72,7 @@ class Reducer:
             # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
             self.model.set_requires_all_reduce(is_last)
         # no_sync must include the forward, in which DDP decides whether to exchange.
-        with self.model.no_sync() if self.in_ddp and not is_last else nullcontext():
+        with self.model.no_sync() if self.uses_ddp and not is_last else nullcontext():
             yield
 
     def scatter(self, value: Tensor) -> Tensor:

@@ -247,7 +247,8 @@ def due(every: int, step: int, last: bool = False) -> bool:
 def start_writing(run: Run) -> None:
     """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
 
-    This is the first write into the folder, once all checks of the start have passed.
+    If steps follow, their settings are recorded. This is the first write into the folder, once all checks of
+    the start have passed.
     """
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
@@ -270,6 +271,9 @@ def start_writing(run: Run) -> None:
                     run.log.warn(f"{place} is needed by this run, but that cannot be noted there "
                                  f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
+        if not run.takes_no_step:
+            run_folder.write_segment(run.folder, step + 1, run.config.public(),
+                                     run.inputs.sources(run.config), run.plan.to_record())
 
     step, pending = run.progress.step, run.progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
@@ -299,15 +303,6 @@ def how_to_resume(run: Run) -> str:
     if run.folder.name != run.config.run_name:
         flags.append(f" --run-name {run.folder.name}")
     return "the same command" + (f" with{''.join(flags)}" if flags else "")
-
-
-@collective
-def record_settings(run: Run) -> None:
-    """Write the settings of this process's steps into the run's folder."""
-    config, first = run.config, run.progress.step + 1
-    if not is_folder_lost(run):
-        run.ranks.on_rank0(lambda: run_folder.write_segment(
-            run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

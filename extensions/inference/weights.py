@@ -269,7 +269,7 @@ def pack_weights(model: Transformer, int8: bool = False) -> None:
             layer.weight = nn.Parameter(pack(layer.weight.to(model.compute_dtype)), requires_grad=False)
     head = model.head_matrix
     packed = pack(head.as_head().values_VD.detach().to(model.compute_dtype))
-    head.as_head = partial(HeadWeight, packed, head.weight)  # until it is deleted
+    head.as_head = partial(HeadWeight, packed, head.weight)
 
 
 @contextmanager
@@ -285,7 +285,7 @@ def packed_weights(model: Transformer) -> Iterator[None]:
     finally:
         for layer, weight in before:
             layer.weight = weight
-        del model.head_matrix.as_head
+        vars(model.head_matrix).pop("as_head", None)
 
 
 def load_to_generate(folder: Path, base: Optional[str] = None,
