@@ -36,7 +36,8 @@ from common.text import counted
 from config import Config, EvalTask
 from data_pipeline.choices import MOST_ENDINGS, Item, read_items
 from data_pipeline.templates import encode_rendered
-from model import SHARED_PREFIX, Transformer, evaluation_mode
+from model import Transformer, evaluation_mode
+from model_kernels.attention import SHARED_PREFIX
 from model_kernels.head import IGNORE_INDEX
 
 

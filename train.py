@@ -54,8 +54,8 @@ from torch import Tensor
 
 from common.activity import ACTIVITY, phase
 from dataloaders import Batch
-from evaluation.during_run import due, evaluate
-from learn.objectives import ONLINE, Prepared
+from evaluation.during_run import evaluate
+from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
@@ -64,10 +64,10 @@ from run.extensions import Extension, find
 from run.run import (
     Run,
     StepResult,
+    due,
     finish_saving,
     how_to_resume,
     pin_early,
-    record_settings,
     save_checkpoint,
     saves_end,
     start_writing,
@@ -129,17 +129,17 @@ def train(planned: Planned, argv: Sequence[str]) -> int:
 def train_loop(run: Run, reducer: Reducer) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
-    if (run.finished or run.stops_here) and progress.pending_metrics is None:
+    if run.takes_no_step and progress.pending_metrics is None:
         log.info(f"Nothing to do: the run is at step {progress.step}, and MAX_STEPS={config.max_steps}. "
                  f"{run.how_to_continue()}")
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
-        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with run.inputs.training_batches(run.order, run.ranks.device, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             if progress.pending_metrics is not None:
                 finish_step(run)
-            while not (run.finished or run.stops_here):
+            while not run.takes_no_step:
                 for extension in run.extensions:
                     extension.step_begin(run)
                 ACTIVITY.step, begun = progress.step + 1, time.perf_counter()
@@ -147,15 +147,13 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     prepared = prepare_step(run, *next(loader))
                     seed_step(config.seed, progress.step, run.ranks.rank)
                     lr = learning_rate(progress.updates, config)
-                # GRPO may make several updates on the answers of a step.
-                take = take_step if config.updates_per_step == 1 else ONLINE["updates"]
+                take = getattr(run.objective, "take_step", take_step)
                 result = take(run, reducer, prepared.batches, prepared.count, lr)
                 result = result._replace(metrics=prepared.metrics | result.metrics)
                 seconds.append(time.perf_counter() - begun)
 
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
-                    record_settings(run)
                     pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:
@@ -250,7 +248,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
-    must_stop = torch.full_like(norm, run.must_stop)
+    is_lost = run.run_folder.is_lost  # on rank 0, which knows it
+    must_stop = torch.full_like(norm, is_lost or run.context.signals.received is not None)
     has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
     local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
@@ -276,7 +275,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
-    is_written, checksums = numbers.written_ranks == ranks.world_size, joined(values[len(scalars):])
+    is_written = numbers.written_ranks == ranks.world_size
+    checksums = joined(values[len(scalars):]) if has_checksums else []
     return StepResult(loss, dict(zip([*sums][1:], metrics)), round(numbers.units), numbers.norm, finite,
                       not numbers.is_skipped, spike, numbers.stopping_ranks > 0, checksums, is_written,
                       numbers.misfit)
@@ -329,8 +329,8 @@ def finish_step(run: Run) -> None:
         run.log.step({"step": progress.step, **metrics})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
-    if run.finished or run.stops_here or (progress.step > 0 and is_due):
-        save_checkpoint(run, wait=run.finished or run.stops_here)
+    if run.takes_no_step or (progress.step > 0 and is_due):
+        save_checkpoint(run, wait=run.takes_no_step)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""What this process does now: its phase, its step, and a counter of progress, which the watchdog reads."""
+"""What this process does now: its phase, its step, and a counter of progress, which the watchdog reads.
+
+The counter advances at the begin and the end of each phase and each wait for other ranks. Only a long loop
+without these calls `tick`, and a library's call that cannot is a `foreign_call`.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
 CANCEL_SECONDS = 30.0
+COMMUNICATION = "communication"  # a phase within any other: a wait for other ranks
 
 
 class Activity:
@@ -16,7 +22,7 @@ class Activity:
     def __init__(self) -> None:
         self.started = time.time()
         self.phase, self.step = "start-up", 0  # a step counts from 1 once it begins
-        self.is_waiting = False  # for other ranks
+        self.is_waiting = False  # for other ranks, in its phase
         self.ticks = 0  # of its progress; a process is stuck while they stand still
         self.in_foreign_call = False  # which cannot tick, but has its own time-out
         self.stacks_folder: Optional[Path] = None  # for the watchdog's stack traces
@@ -27,7 +33,7 @@ ACTIVITY = Activity()
 
 
 def tick() -> None:
-    """Count progress; a long loop that calls neither `phase` nor a collective must call this."""
+    """Count the progress of a long loop; a thread that was cancelled ends here."""
     if getattr(threading.current_thread(), "is_cancelled", False):
         raise Cancelled
     ACTIVITY.ticks += 1
@@ -36,27 +42,22 @@ def tick() -> None:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """A `with` block around a part of the work, which extensions measure and the watchdog names."""
-    before, ACTIVITY.phase = ACTIVITY.phase, name
-    tick()
+    before = ACTIVITY.phase
+    if name == COMMUNICATION:
+        ACTIVITY.is_waiting = True
+    else:
+        ACTIVITY.phase = name
+    ACTIVITY.ticks += 1
     with ExitStack() as stack:
         for hook in ACTIVITY.hooks:
             stack.enter_context(hook(name))
         yield
-    ACTIVITY.phase = before  # not after an error, whose report names the phase
-    tick()
+    # Not after an error, whose report names the phase.
+    ACTIVITY.phase, ACTIVITY.is_waiting = before, False
+    ACTIVITY.ticks += 1
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
-    """A `with` block in which this process waits for other ranks: a part "communication" of any phase."""
-    ACTIVITY.is_waiting = True
-    tick()
-    with ExitStack() as stack:
-        for hook in ACTIVITY.hooks:
-            stack.enter_context(hook("communication"))
-        yield
-    ACTIVITY.is_waiting = False
-    tick()
+waiting = partial(phase, COMMUNICATION)  # a `with` block in which this process waits for other ranks
 
 
 @contextmanager

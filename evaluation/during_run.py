@@ -17,7 +17,7 @@ from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import forced_eager
 from parallel.ranks import RunContext, collective, widened
-from run.run import Run
+from run.run import Run, due
 
 CHOICE_TOKENS = 16_384  # per forward pass for multiple choice
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
@@ -70,10 +70,6 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
                          partial(multiple_choice, run, choices))
     for extension in run.extensions:
         yield from extension.further_evaluations(run)
-
-
-def due(every: int, step: int, last: bool = False) -> bool:
-    return every > 0 and (step % every == 0 or last)
 
 
 @collective

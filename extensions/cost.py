@@ -84,7 +84,7 @@ class StepFlops:
 
     def __init__(self, config: Config, model, objective, vocab_size: int, device_type: str):
         rows = padded(vocab_size)
-        self.chunk = tokens_in_chunk(config, rows, device_type)
+        self.chunk = tokens_in_chunk(config.head_chunk_tokens, rows, device_type)
         # Such an objective needs all log-probabilities before the first gradient.
         self.again = 0
         if config.training_stage in ("dpo", "grpo") and not config.distillation_enabled:
@@ -354,7 +354,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     answering, config = config, as_trained(config)
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
-    chunks = -(-tokens // tokens_in_chunk(config, padded(vocab_size), device_type))
+    chunks = -(-tokens // tokens_in_chunk(config.head_chunk_tokens, padded(vocab_size), device_type))
     recomputed = config.activation_checkpointing == "block"
     whole = sizes.block + sizes.copies
     kept = config.n_layers * whole

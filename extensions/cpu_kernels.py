@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from model_kernels.attention import ATTEND, KERNELS, VARLEN, Kernel
+from model_kernels.attention import KERNELS, Kernel
 
 BLOCK = 64
 # Rows up to this length keep their probabilities for the backward pass: up to a fourth of the activations. In
@@ -206,7 +206,6 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
 
 
 # In float32, blocks pay only where they skip other documents.
-KERNELS["blocks"] = Kernel(half_only=False, saved=saved_count, pays=lambda purpose, is_half: (
-    purpose == "documents" or (purpose == "causal" and is_half)))
-ATTEND["blocks"] = attend_in_blocks
-VARLEN.append("blocks")
+KERNELS["blocks"] = Kernel(
+    half_only=False, takes_spans=True, attend=attend_in_blocks, saved=saved_count,
+    pays=lambda purpose, is_half: purpose == "documents" or (purpose == "causal" and is_half))

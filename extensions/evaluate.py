@@ -31,7 +31,7 @@ from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import MixedRows, Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
-from extensions.inference.engine import Sampling, generate
+from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.paired import standard_error
@@ -51,7 +51,7 @@ from run.extensions import Extension
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
 from run.run import Inputs, Progress, Run
-from tokenizer import load_tokenizer
+from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 HELD_OUT_SAMPLES = 2
@@ -156,6 +156,7 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
     stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
+    never_sample(run.model, tokenizer.generation.get(SUPPRESSED, ()))
     with forced_eager(), nullcontext() if config.reproducible else packed_weights(run.model):
         for number in run.context.progress(range(rounds), rounds, "Generation"):
             local = [*batches, *[[]] * world_size][number * world_size + rank]
@@ -283,6 +284,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
                 prompt_ids.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
+    never_sample(model, tokenizer.generation.get(SUPPRESSED, ()))
     # The packed layout of a CPU rounds in another order, and sharded models have none.
     with forced_eager(), nullcontext() if config.reproducible else packed_weights(model):
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)

@@ -287,7 +287,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
     step = run.progress.step + 1
     report = {"step": step, "rank": run.ranks.rank,
               "loss": str(result.loss), "grad_norm": str(result.grad_norm),
-              "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
+              "rows": run.order.micro_batches(step - 1).tolist(),
               "first_bad_module": first_bad and first_bad.module,
               "tensors": [*(first_bad.outputs.values() if first_bad else []), *describe_tensors(run.model)]}
     # Before the recomputation: the averaged gradients, which are equal on all ranks.
@@ -360,7 +360,7 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
     """Report a loss spike with its rows, and follow LOSS_SPIKE_POLICY."""
     config, step = run.config, run.progress.step + 1
-    rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
+    rows = run.order.all_rows(step - 1).tolist()
     shown = f"{rows[:ROWS_SHOWN]}"[:-1] + (", ... (all in ledger.jsonl)]" if len(rows) > ROWS_SHOWN else "]")
     text = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
             f"above the median of the last {len(run.progress.recent_losses)}; rows {shown}")

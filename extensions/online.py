@@ -37,7 +37,7 @@ from data_pipeline.sources import columns_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
-from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
+from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
 from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
@@ -45,10 +45,12 @@ from extensions.settings import answers_per_row, reward_terms
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
-from model import SHARED_PREFIX, Transformer, evaluation_mode
+from model import Transformer, evaluation_mode
+from model_kernels.attention import SHARED_PREFIX
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import RunContext, collective
 from run.run import Inputs, Run, StepResult
+from tokenizer import SUPPRESSED
 
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -249,6 +251,7 @@ class Rollouts:
                 requests.append(Request(ids, config.answer_tokens, sampling, draws=torch.from_numpy(draws)))
             groups.append(requests)
         rows, model = len(groups) * group, self.model
+        never_sample(model, self.tokenizer.generation.get(SUPPRESSED, ()))
 
         def run(requests: list[Request], until_first: bool) -> None:
             for request in requests:
@@ -428,6 +431,8 @@ class GRPO:
                  reference: Optional[Callable[..., Tensor]] = None):
         self.config, self.rollouts, self.reference = config, rollouts, reference
         self.by_token = config.grpo_loss == "dapo"
+        if config.grpo_updates > 1:
+            self.take_step = take_updates
 
     def prepare_step(self, prompts: list, step: int) -> Prepared:
         return self.rollouts(prompts, step, self.count)
@@ -474,6 +479,8 @@ class OnPolicyDistillation(objectives.Distillation):
                  compiled: bool = False):
         super().__init__(config.model_copy(update={"distillation_weight": 1.0}), teacher, compiled)
         self.rollouts = rollouts
+        if config.grpo_updates > 1:
+            self.take_step = take_updates
 
     def prepare_step(self, prompts: list, step: int) -> Prepared:
         return self.rollouts(prompts, step, self.count)
@@ -553,5 +560,4 @@ def copy_state(run: Run) -> Callable[[], None]:
 
 
 VALIDATIONS["grpo"] = "Reward", "val_reward", validation_reward
-objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "distillation": OnPolicyDistillation,
-                      "updates": take_updates}
+objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "distillation": OnPolicyDistillation}

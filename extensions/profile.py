@@ -14,7 +14,7 @@ from typing import Optional
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from common.activity import foreign_call
+from common.activity import COMMUNICATION, foreign_call
 from common.errors import SettingsError
 from dataloaders import Batch
 from extensions.cost import StepFlops, Work
@@ -110,7 +110,7 @@ class Measurements(Extension):
             yield
             return
         before = self.current
-        self._mark(*((before[0], True) if name == "communication" else (name, False)))
+        self._mark(*((before[0], True) if name == COMMUNICATION else (name, False)))
         yield
         self._mark(*before)  # not after a device error, which a mark would raise again
 

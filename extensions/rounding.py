@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from checkpoint.schema import SavedProgress
 from config import Config
 from learn import optim
-from learn.optim import EagerOptimizer, Muon, Optimizer, Reducer, clip_scale, learning_rate
+from learn.optim import GroupOptimizer, Muon, Optimizer, Reducer, clip_scale, learning_rate
 from model_utils import why_not_compile
-from parallel.fsdp import local_norms, local_rows, local_span, total_norm
+from parallel.fsdp import local_rows, local_span, total_norm
 from parallel.ranks import Ranks, collective
 
 CHUNK = {"cpu": 2**16, "cuda": 2**22}  # numbers updated at a time without a compiler: a core's cache
@@ -88,7 +88,7 @@ compiled = cache(partial(torch.compile, dynamic=True))
 class Rounding:
     """Calls functions on the rows of a tensor and their random bits: compiled, or in chunks for a cache."""
 
-    def __init__(self, config: Config, optimizer: "EagerOptimizer"):
+    def __init__(self, config: Config, optimizer: Optimizer):
         self.config, self.optimizer = config, optimizer
         self.keys: dict[Tensor, Tensor] = {}
 
@@ -145,20 +145,16 @@ def add(tensors: Sequence[Tensor], rows_R1: Tensor, columns_C: Tensor) -> None:
     round_into(target, target.float() + other, random_bits(rows_R1, columns_C), SUM)
 
 
-class RoundedAdamW(EagerOptimizer):
+class RoundedAdamW(GroupOptimizer):
     """AdamW that computes in float32, and stores weights and moments of matrices in their dtypes."""
 
     state_names = ("step", "exp_avg", "exp_avg_sq")
 
-    def __init__(self, groups: list[dict], config: Config):
-        super().__init__(groups, {"lr": config.learning_rate, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict], config: Config, whole: Optimizer):
+        super().__init__(groups, config, whole)
         self.constants = config.adam_beta1, config.adam_beta2, config.adam_eps
         self.state_dtype = STATE_DTYPES[config.optimizer_dtype]
-        self.rounding, self.factors = Rounding(config, self), {}
-
-    @classmethod
-    def from_config(cls, groups: list[dict], config: Config) -> "RoundedAdamW":
-        return cls(groups, config)
+        self.rounding, self.factors = Rounding(config, whole), {}
 
     @torch.no_grad()
     def start(self, parameters: Iterable[Tensor]) -> None:
@@ -212,19 +208,15 @@ class RoundedMuon(Muon):
 
     state_names = ("step", "momentum_buffer")
 
-    @classmethod
-    def from_config(cls, groups: list[dict], config: Config) -> "RoundedMuon":
-        optimizer = super().from_config(groups, config)
-        optimizer.state_dtype = STATE_DTYPES[config.optimizer_dtype]
-        optimizer.rounding = Rounding(config, optimizer)
-        return optimizer
+    def __init__(self, groups: list[dict], config: Config, whole: Optimizer):
+        super().__init__(groups, config, whole)
+        self.state_dtype = STATE_DTYPES[config.optimizer_dtype]
+        self.rounding = Rounding(config, whole)
 
     @torch.no_grad()
     def step(self) -> None:
         self.places: dict[Tensor, tuple[Tensor, int]] = {}
-        for parameter in (each for group in self.param_groups for each in group["params"]):
-            if parameter.grad is None:
-                continue
+        for parameter in self.matrices:
             if not (state := self.state[parameter]):
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -293,7 +285,7 @@ class RoundingReducer(Reducer):
         if not self.is_last:
             self.sums[parameter], parameter.grad = gradient, None
         elif self.config.update_in_backward:
-            self.norms[parameter], = local_norms([gradient])
+            self.norms[parameter] = float32_norm(gradient)
             rows.data, rows.grad = local_rows(parameter.data), gradient
             self.optimizer.optimizers[0].update(rows, self.is_empty)
             parameter.grad = rows.grad = None
@@ -302,12 +294,15 @@ class RoundingReducer(Reducer):
     def norm(self) -> Tensor:
         if not self.norms:
             return super().norm()
-        norms = [self.norms.pop(each) if each in self.norms else local_norms([each.grad])[0]
+        norms = [self.norms.pop(each) if each in self.norms else float32_norm(each.grad)
                  for each in self.trained]
         return total_norm(self.trained, norms)
 
 
+def float32_norm(tensor: Tensor) -> Tensor:
+    return torch._foreach_norm([tensor], 2, torch.float32)[0]
+
+
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-optim.OPTIMIZERS["rounded adamw"] = RoundedAdamW, RoundedAdamW
-optim.OPTIMIZERS["rounded muon"] = RoundedMuon, RoundedAdamW
-optim.REDUCERS["rounding"] = RoundingReducer
+optim.SPECIAL_OPTIMIZERS |= {"adamw": (RoundedAdamW, RoundedAdamW), "muon": (RoundedMuon, RoundedAdamW)}
+optim.REDUCERS["special_update"] = RoundingReducer

@@ -46,7 +46,7 @@ class Objective(Protocol):
 
     An objective returns sums, which must be additive over rows. The training loop divides them by the number
     of units in all micro-batches of all ranks. It may also have `prepare_step(batches, step) -> Prepared`,
-    which the loop then calls before each step.
+    which the loop then calls before each step, and `take_step` in place of that of train.py.
     """
 
     def count(self, batch) -> Tensor:

@@ -1,10 +1,10 @@
 """A step's gradients over micro-batches and ranks; AdamW and Muon, and the learning-rate schedule."""
 
-import inspect
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.schema import SavedProgress
 from checkpoint.tensors import LazyTensor, lazy
-from common.activity import tick
 from common.errors import CheckpointError, SettingsError
 from config import Config, OptimConfig
 from parallel import fsdp
@@ -58,9 +57,9 @@ class Reducer:
 
     def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig,
                  optimizer: Optional["Optimizer"] = None):
-        self.ranks, self.unwrapped = ranks, model
-        gradient_sync = ranks.world_size > 1 and not fsdp.is_sharded(model)
-        self.model = in_ddp(model, config.gradient_dtype) if gradient_sync else model
+        self.ranks, self.unwrapped, self.is_sharded = ranks, model, fsdp.is_sharded(model)
+        self.uses_ddp = ranks.world_size > 1 and not self.is_sharded
+        self.model = in_ddp(model, config.gradient_dtype) if self.uses_ddp else model
 
     def begin(self, units: Tensor, progress: SavedProgress) -> None:
         """Begin a step of so many units. Without any, the gradients are 0, and the loss is NaN."""
@@ -69,12 +68,11 @@ class Reducer:
     @contextmanager
     def add(self, step: int, is_last: bool) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
-        if fsdp.is_sharded(self.model):
+        if self.is_sharded:
             # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
             self.model.set_requires_all_reduce(is_last)
         # no_sync must include the forward, in which DDP decides whether to exchange.
-        waits = isinstance(self.model, DistributedDataParallel) and not is_last
-        with self.model.no_sync() if waits else nullcontext():
+        with self.model.no_sync() if self.uses_ddp and not is_last else nullcontext():
             yield
 
     def scatter(self, value: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ class Reducer:
     @collective
     def reduce(self, units: Tensor) -> Tensor:
         """Complete the gradients; return 0, or the largest one if they did not fit a scale, on the device."""
-        if fsdp.is_sharded(self.model):
+        if self.is_sharded:
             fsdp.average_vectors(self.model, self.ranks)
         return torch.zeros_like(units)
 
@@ -96,22 +94,24 @@ class Reducer:
         return gradient_norm(self.unwrapped)
 
 
-REDUCERS: dict[str, type[Reducer]] = {}  # of extensions
+REDUCERS: dict[str, type[Reducer]] = {}  # of extensions, by the property of a Config that they serve
 
 
 def make_reducer(model: nn.Module, ranks: Ranks, config: Config, optimizer: "Optimizer") -> Reducer:
-    """Return the reducer of a run; with REPRODUCIBLE or a special update, that of the extension."""
-    if not config.reproducible:
-        reducer = REDUCERS["rounding"] if config.special_update else Reducer
-        return reducer(model, ranks, config, optimizer)
-    if "reproducible" not in REDUCERS:
+    """Return the reducer of a run."""
+    served = next((name for name in ("reproducible", "special_update") if getattr(config, name)), "")
+    if served == "reproducible" and served not in REDUCERS:
         raise SettingsError("REPRODUCIBLE=true needs extensions/reproducible.py, and its name in EXTENSIONS; "
                             "or set REPRODUCIBLE=false")
-    return REDUCERS["reproducible"](model, ranks, config, optimizer)
+    return (REDUCERS[served] if served else Reducer)(model, ranks, config, optimizer)
 
 
 def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataParallel:
     """Return the model in DDP, which without `device_ids` moves no CPU tensors of a batch to the GPU."""
+    def exchange_in_bf16(group, bucket) -> torch.futures.Future[Tensor]:
+        # As another function, because DDP refuses the original with gloo, although it works there.
+        return bf16_compress_hook(group, bucket)
+
     def exchange_in_float32(group, bucket) -> torch.futures.Future[Tensor]:
         summed = bucket.buffer().float().div_(torch.distributed.get_world_size())
         work = torch.distributed.all_reduce(summed, async_op=True)
@@ -121,8 +121,7 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
     if gradient_dtype == "fp32" and any(each.dtype == torch.bfloat16 for each in model.parameters()):
         parallel.register_comm_hook(None, exchange_in_float32)
     elif gradient_dtype == "bf16":
-        # As another function, because DDP refuses the original with gloo, although it works there.
-        parallel.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+        parallel.register_comm_hook(None, exchange_in_bf16)
     return parallel
 
 
@@ -159,39 +158,58 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class EagerOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that divide the gradients by `grad_scale`, and skip the update if `found_inf`.
+class GroupOptimizer:
+    """Base class of the optimizers of some groups of parameters, each with its `weight_decay`.
 
-    It goes without torch's wrappers for compiled optimizers, whose first call imports torch._dynamo (1 s).
+    An update divides the gradients by `grad_scale`, and is skipped if `found_inf` is not 0: scalars on the
+    device, None = 1 and 0. Not of torch, whose wrappers for compiled optimizers import torch._dynamo (1 s).
     """
 
     state_names: ClassVar[tuple[str, ...]]  # tensors that it keeps for each parameter
     state_dtype = torch.float32  # of those of matrices
     grad_scale: Optional[Tensor] = None
     found_inf: Optional[Tensor] = None
-    sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
-    ranks = Ranks()  # they have equal gradients
-    names: Mapping[Tensor, str] = {}
 
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, whole: "Optimizer"):
+        self.param_groups = [{"lr": config.learning_rate, **group} for group in groups]
+        self.config, self.whole = config, whole
+        self.state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
 
-    @classmethod
-    def from_config(cls, groups: list[dict], config: OptimConfig) -> "EagerOptimizer":
-        """Return the optimizer of groups of parameters, each with its `weight_decay`."""
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
         raise NotImplementedError
 
 
-class AdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW."""
+class AdamW(GroupOptimizer):
+    """torch's fused AdamW. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
 
     state_names = ("step", "exp_avg", "exp_avg_sq")
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
-    @classmethod
-    def from_config(cls, groups: list[dict], config: OptimConfig) -> "AdamW":
-        return cls(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                   eps=config.adam_eps, fused=True)
+    @torch.no_grad()
+    def step(self) -> None:
+        config = self.config
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            device, columns = parameters[0].device, ([], [], [])
+            for parameter in parameters:
+                if not (state := self.state[parameter]):
+                    state["step"] = torch.zeros((), device=device)
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+                for name, column in zip(self.state_names, columns):
+                    column.append(state[name])
+            scale, skipped = (each if each is None else each.to(device, non_blocking=True)
+                              for each in (self.grad_scale, self.found_inf))
+            counts, averages, squares = columns
+            torch._foreach_add_(counts, 1)
+            torch._fused_adamw_(
+                parameters, [each.grad for each in parameters], averages, squares, [], counts,
+                amsgrad=False, maximize=False, lr=group["lr"], beta1=config.adam_beta1,
+                beta2=config.adam_beta2, weight_decay=group["weight_decay"], eps=config.adam_eps,
+                grad_scale=scale, found_inf=skipped)
+            if skipped is not None:
+                torch._foreach_sub_(counts, [skipped] * len(counts))
 
 
 def muon_batch(count: int, numel: int) -> int:
@@ -199,80 +217,65 @@ def muon_batch(count: int, numel: int) -> int:
     return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
 
 
-class Muon(EagerOptimizer):
+class Muon(GroupOptimizer):
     """Orthogonalized momentum, with updates as large as AdamW's, so that both share one learning rate.
 
     Unlike torch.optim.Muon, which iterates in bf16 over single matrices, it computes in float32 on a CPU, and
-    in batches of equal shapes, which the ranks divide.
+    in batches of equal shapes, which the ranks divide. All its matrices have gradients.
     Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
 
     state_names = ("momentum_buffer",)
 
-    def __init__(self, params: list, lr: float, weight_decay: float, momentum: float):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, whole: "Optimizer"):
+        super().__init__(groups, config, whole)
+        self.matrices = [each for group in groups for each in group["params"]]
+        equal: dict[torch.Size, list[nn.Parameter]] = {}
+        for matrix in self.matrices:
+            equal.setdefault(whole.sharded.get(matrix, matrix).shape, []).append(matrix)
+        # They do not depend on the number of ranks: kernels may round differently at another batch size.
+        batches: list[tuple[torch.Size, list[nn.Parameter]]] = []
+        for shape, members in equal.items():
+            size = muon_batch(len(members), shape.numel())
+            batches += [(torch.Size((len(batch), *shape)), batch) for batch in (
+                members[first:first + size] for first in range(0, len(members), size))]
 
-    @classmethod
-    def from_config(cls, groups: list[dict], config: OptimConfig) -> "Muon":
-        return cls(groups, config.learning_rate, config.weight_decay, config.muon_momentum)
+        def flops(batch: tuple[torch.Size, list[nn.Parameter]]) -> int:
+            count, short, long = batch[0][0], min(batch[0][1:]), max(batch[0][1:])
+            return count * short * short * (2 * long + short)
+
+        # The most expensive first, so that ranks get nearly equal work.
+        self.shapes, self.batches = zip(*sorted(batches, key=flops, reverse=True))
+        like = self.like = whole.sharded.get(self.matrices[0], self.matrices[0])
+        self.device = torch.device(like.device_mesh.device_type) if fsdp.is_divided(like) else like.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            gradients = [parameter.grad for parameter in parameters]
-            if self.grad_scale is not None:
-                torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
-            for parameter in parameters:
-                if "momentum_buffer" not in self.state[parameter]:
-                    buffer = torch.zeros_like(parameter, dtype=self.state_dtype)
-                    self.state[parameter]["momentum_buffer"] = buffer
-            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-            self._assign(buffers, (torch.lerp(buffer.float(), gradient.float(), 1 - group["momentum"])
-                                   for buffer, gradient in zip(buffers, gradients)))
-            decay, batches = 1 - group["lr"] * group["weight_decay"], self._batches(parameters)
-            for batch, updates in zip(batches, self._updates(batches, group["momentum"])):
-                lr = group["lr"] * 0.2 * math.sqrt(max(self._whole(batch[0]).shape))
-                self._assign(batch, ((parameter.float() * decay).sub_(
-                    update.to(parameter.device, torch.float32), alpha=lr)
-                    for parameter, update in zip(batch, updates)))
-
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
-        return self.sharded.get(parameter, parameter)
-
-    def _batches(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return batches of equal shapes, the most expensive first, so that ranks get nearly equal work.
-
-        They do not depend on the number of ranks: kernels may round differently at another batch size.
-        """
-        def flops(batch: list[nn.Parameter]) -> int:
-            short, long = sorted(self._whole(batch[0]).shape)
-            return len(batch) * short * short * (2 * long + short)
-
-        equal: dict[torch.Size, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            equal.setdefault(self._whole(parameter).shape, []).append(parameter)
-        batches = []
-        for shape, members in equal.items():
-            size = muon_batch(len(members), shape.numel())
-            batches += [members[first:first + size] for first in range(0, len(members), size)]
-        return sorted(batches, key=flops, reverse=True)
-
-    def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
-        """Yield the orthogonalized updates (P, local rows, C) of each batch."""
-        like = self._whole(batches[0][0])
-        device = torch.device(like.device_mesh.device_type) if fsdp.is_divided(like) else like.device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        group, = self.param_groups
+        momentum, decay = self.config.muon_momentum, 1 - group["lr"] * group["weight_decay"]
+        gradients = [matrix.grad for matrix in self.matrices]
+        if self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
+        for matrix in self.matrices:
+            if "momentum_buffer" not in (state := self.state[matrix]):
+                state["momentum_buffer"] = torch.zeros_like(matrix, dtype=self.state_dtype)
+        buffers = [self.state[matrix]["momentum_buffer"] for matrix in self.matrices]
+        self._assign(buffers, (torch.lerp(buffer.float(), gradient.float(), 1 - momentum)
+                               for buffer, gradient in zip(buffers, gradients)))
 
         def stack(index: int) -> Tensor:
-            gradients = [parameter.grad.float() for parameter in batches[index]]
-            buffers = [self.state[parameter]["momentum_buffer"].float() for parameter in batches[index]]
-            return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(device, dtype)
+            gradients = [matrix.grad.float() for matrix in self.batches[index]]
+            buffers = [self.state[matrix]["momentum_buffer"].float() for matrix in self.batches[index]]
+            return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(self.device, self.dtype)
 
-        shapes = [torch.Size((len(batch), *self._whole(batch[0]).shape)) for batch in batches]
-        return fsdp.compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
+        computed = fsdp.compute_in_turns(self.shapes, stack, newton_schulz, self.like, self.dtype,
+                                         self.whole.ranks)
+        for (_, *shape), batch, updates in zip(self.shapes, self.batches, computed):
+            lr = group["lr"] * 0.2 * math.sqrt(max(shape))
+            self._assign(batch, (
+                (matrix.float() * decay).sub_(update.to(matrix.device, torch.float32), alpha=lr)
+                for matrix, update in zip(batch, updates)))
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Assign new values unless the update is skipped, which only the device knows."""
@@ -282,14 +285,16 @@ class Muon(EagerOptimizer):
 
 
 # By OPTIMIZER: the optimizers of the blocks' matrices, without adapters, and of the other parameters.
-OPTIMIZERS: dict[str, tuple[type[EagerOptimizer], type[EagerOptimizer]]] = {
+OPTIMIZERS: dict[str, tuple[type[GroupOptimizer], type[GroupOptimizer]]] = {
     "adamw": (AdamW, AdamW), "muon": (Muon, AdamW)}
+# The same of an extension, for `Config.special_update`.
+SPECIAL_OPTIMIZERS: dict[str, tuple[type[GroupOptimizer], type[GroupOptimizer]]] = {}
 
 
 class Optimizer:
     """The optimizers of the trainable parameters, as one.
 
-    Weight decay applies to matrices only. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    Weight decay applies to matrices only.
 
     Args:
         ranks: ranks that call `step` together with equal gradients; they may divide the work.
@@ -302,25 +307,23 @@ class Optimizer:
         self.sharded = {nn.Parameter(fsdp.local_rows(p)): p for p in trained.values()
                         if fsdp.local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
-        self.names = {rows_of.get(p, p): name for name, p in trained.items()}
-        kind = f"rounded {config.optimizer}" if config.special_update else config.optimizer
-        if kind not in OPTIMIZERS:
+        self.names, self.ranks = {rows_of.get(p, p): name for name, p in trained.items()}, ranks
+        kinds = SPECIAL_OPTIMIZERS if config.special_update else OPTIMIZERS
+        if config.optimizer not in kinds:
             raise SettingsError("WEIGHT_DTYPE, OPTIMIZER_DTYPE and UPDATE_IN_BACKWARD need OPTIMIZER=adamw "
                                 "or muon, and extensions/rounding.py, with its name in EXTENSIONS; or remove "
                                 "them")
-        of_matrices, of_rest = OPTIMIZERS[kind]
+        of_matrices, of_rest = kinds[config.optimizer]
         # Orthogonalizing both factors of an adapter does not orthogonalize their product.
         matrices = [p for p, name in self.names.items() if of_matrices is not of_rest and p.ndim >= 2
                     and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
         rest = [p for p in self.names if not any(p is other for other in matrices)]
         groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
                   {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
-        self.optimizers = [of_rest.from_config([group for group in groups if group["params"]], config)]
+        self.optimizers = [of_rest([group for group in groups if group["params"]], config, self)]
         if matrices:
             decayed = {"params": matrices, "weight_decay": config.weight_decay}
-            self.optimizers.append(of_matrices.from_config([decayed], config))
-        for optimizer in self.optimizers:
-            optimizer.sharded, optimizer.ranks, optimizer.names = self.sharded, ranks, self.names
+            self.optimizers.append(of_matrices([decayed], config, self))
 
     @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
@@ -349,9 +352,11 @@ class Optimizer:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-        for parameter in self.sharded.values():
+        """Remove the gradients, or set them to 0: those of a sharded model are always removed."""
+        gradients = [rows.grad for rows in self.names if rows.grad is not None]
+        if gradients and not set_to_none:
+            torch._foreach_zero_(gradients)
+        for parameter in (*(self.names if set_to_none else ()), *self.sharded.values()):
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -388,4 +393,3 @@ class Optimizer:
             dtype = optimizer.state_dtype if entry != "step" and parameter.ndim > 1 else torch.float32
             optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(
                 parameter.device, dtype, copy=True)
-            tick()

@@ -1,14 +1,15 @@
-"""The attention kernels: what each can do, the order in which they are tried, and how they are called.
+"""Attention: the plan of a forward (kernel, positions, mask), the kernels, and the choice among them.
 
 Shape suffixes: B rows, T queries, S keys, N query heads, K key/value heads, H head. On an H100, kernels
 differ by a factor of two in speed. Which can run depends on device, dtype, head dimension and kind of mask.
 """
 
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -29,16 +30,20 @@ class Kernel(NamedTuple):
     half_only: bool = True  # bf16 and fp16 only
     grouped: bool = True  # fewer key/value heads than query heads, which are repeated otherwise
     deterministic: bool = True  # backward under torch.use_deterministic_algorithms
-    # Of an extension, for a CPU: whether it pays for a purpose in half precision or not; and how many numbers
-    # a layer keeps for the backward, at most, of so many rows, tokens and heads.
+    takes_spans: bool = False  # documents as Spans, without a mask
+    # Of an extension: the function of q, k, v and `cu_seqlens` (None: each row is a document). And for a CPU:
+    # whether it pays for a purpose in half precision or not; and how many numbers a layer keeps for the
+    # backward, at most, of so many rows, tokens and heads.
+    attend: Optional[Callable[..., Tensor]] = None
     pays: Callable[[str, bool], bool] = lambda purpose, is_half: False
     saved: Callable[[int, int, int], int] = lambda rows, tokens, n_heads: 0
 
 
 KERNELS = {
-    "flash-3": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256),  # package flash_attn_interface, via torch
-    "flash-2": Kernel(max_dim=256),  # package flash_attn
-    "varlen": Kernel(max_dim=256),  # torch.nn.attention.varlen
+    # The package flash_attn_interface, via torch; the package flash_attn; and torch.nn.attention.varlen
+    "flash-3": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256, takes_spans=True),
+    "flash-2": Kernel(max_dim=256, takes_spans=True),
+    "varlen": Kernel(max_dim=256, takes_spans=True),
     "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, max_dim=128, deterministic=False),
     "cudnn-expanded": Kernel(SDPBackend.CUDNN_ATTENTION, max_dim=128, deterministic=False, grouped=False),
     "flash": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256),
@@ -47,64 +52,22 @@ KERNELS = {
     "sdpa": Kernel(half_only=False),
     "grouped": Kernel(half_only=False),  # attend_grouped, on a CPU
 }
-# Functions of q, k, v and `cu_seqlens` (None: each row is a document), of extensions.
-ATTEND: dict[str, Callable[..., Tensor]] = {}
-VARLEN = ["flash-3", "flash-2", "varlen"]  # take documents as Spans, without a mask; like those in ATTEND
 # With a mask, torch may choose cuDNN, whose backward gives NaN at some lengths (pytorch issue 196678), and
 # whose forward is wrong for few key/value heads on a B200 (193893).
 SAFE_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
 SHARED_PREFIX = 0  # id of a document that later ones of its row attend to, up to the next with this id
+LONG_ROW = 256  # tokens; up to here, evaluation with a shared prefix is faster with a mask, on a CPU
 GROUPED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "grouped"
 CHOSEN: set[str] = set()  # kernels that this process uses
 
-# Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
-# are skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an H100),
-# and slower elsewhere. It plans for seconds for each new shape of a mask, of which evaluation has many.
-ORDERS = {
-    "causal": {10: ("flash", "cudnn", "cudnn-expanded", "efficient", "math"),
-               9: ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math"),
-               8: ("flash", "efficient", "math"), 0: ("efficient", "math")},
-    "documents": {10: ("flash-2", "varlen", "efficient", "math"),
-                  9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
-                  8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
-    "window": {9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
-               8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
-    "mask": {0: ("efficient", "math")},  # shared prefixes on a GPU, and prompts with a cache
-}
-NAMED = {"cudnn": ("cudnn", "cudnn-expanded"), "math": ("math",), "sdpa": ("sdpa",)}
 
-
-def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: torch.dtype, head_dim: int,
-                 deterministic: bool = False, backend: str = "auto") -> tuple[str, ...]:
-    """Return the kernels to try, best first; none if ATTENTION_BACKEND does not support the purpose.
-
-    Args:
-        purpose: "causal", "documents" (attention within documents), "window" (the same, limited to
-            SLIDING_WINDOW) or "mask" (any other).
-        capability: compute capability; None = a CPU.
-        backend: ATTENTION_BACKEND; for windows and masks, flash and cudnn mean auto.
-    """
-    is_half, is_masked = dtype in (torch.bfloat16, torch.float16), purpose in ("window", "mask")
-    if capability is None:
-        auto = "grouped" if is_masked else "sdpa"
-        auto = next((name for name, kernel in KERNELS.items() if kernel.pays(purpose, is_half)), auto)
-        order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
-    elif backend in ("auto", "flash") or (is_masked and backend == "cudnn"):
-        order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
-        if backend == "flash" and not is_masked:
-            order = tuple(name for name in order if name == "flash" or name in VARLEN)
-    else:
-        order = NAMED[backend]
-
-    return tuple(name for name in order
-                 if head_dim <= KERNELS[name].max_dim and (is_half or not KERNELS[name].half_only)
-                 and (KERNELS[name].deterministic or not deterministic))
+# ------------------------------------------------------------------------------------ the plan of a forward
 
 
 class Spans(NamedTuple):
-    """The keys that each token attends to, for VARLEN kernels."""
+    """The keys that each token attends to, for kernels that take spans."""
 
     cu_seqlens: Tensor  # see `compute_spans`
     longest: Tensor  # (tokens of the longest document, 0); as a size, it can vary within one compilation
@@ -122,15 +85,172 @@ class Spans(NamedTuple):
         return Spans(cu_seqlens, longest, window)
 
 
+class AttentionPlan(NamedTuple):
+    """How a layer attends in one forward, besides its queries, keys and values; layers of a kind share it."""
+
+    kernel: str  # one of KERNELS
+    cos_BT1H: Tensor  # cosine of each pair's angle, repeated for both elements; B is 1 if all rows share it
+    sin_BT1H: Tensor  # sine, negative for the first element of each pair
+    mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
+    spans: Optional[Spans] = None  # for kernels that take them, instead of a mask
+    rotation_BT1H: Optional[Tensor] = None  # cosine + i sine of each pair; on a CPU
+    # Of a cache: adds a layer's keys and values to those of earlier tokens, and returns all of them.
+    store: Optional[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = None
+
+
+def plan_attention(config: ModelConfig, kinds: Sequence[tuple[bool, bool]], dtype: torch.dtype,
+                   tokens_BT: Tensor, document_ids: Optional[Tensor]) -> list[AttentionPlan]:
+    """Return the plan of each layer for rows of documents. Ids on the CPU avoid waiting for the GPU.
+
+    Args:
+        kinds: of each layer, whether SLIDING_WINDOW limits it and whether it has a rotary embedding.
+        dtype: of queries, keys and values.
+    """
+    device, tokens, mask, spans = tokens_BT.device, tokens_BT.shape[1], None, None
+    choose = partial(choose_kernel, config=config, device=device, dtype=dtype)
+    index_T, host_ids, has_prefix = torch.arange(tokens, device=device), document_ids, False
+    if document_ids is None:
+        kernel, positions = choose("causal"), index_T[None]
+    else:
+        blocks_pay = device.type == "cpu" and (torch.is_grad_enabled() or tokens > LONG_ROW)
+        has_prefix = int(document_ids.min()) == SHARED_PREFIX
+        kernel = choose("mask" if has_prefix and not blocks_pay else "documents")
+        if KERNELS[kernel].takes_spans:
+            spans = compute_spans(document_ids).to(device)
+        document_ids = document_ids.to(device, non_blocking=device.type == "cuda")
+        start_BT, prefix_BT, end_BT = borders = document_borders(document_ids)
+        # As many as the earlier tokens that it attends to.
+        positions = index_T - start_BT + end_BT - prefix_BT
+        mask = document_mask(*borders) if spans is None else None
+    cos, sin = precompute_freqs(config, positions)
+    full = windowed = AttentionPlan(kernel, cos, sin, mask, spans)
+    if config.sliding_window is not None and tokens > config.sliding_window:
+        kernel = choose("mask" if has_prefix else "window")
+        if KERNELS[kernel].takes_spans:
+            rows = torch.ones(tokens_BT.shape, dtype=torch.int32) if host_ids is None else host_ids
+            spans = compute_spans(rows, config.sliding_window).to(device)
+            windowed = full._replace(kernel=kernel, mask_B1TS=None, spans=spans)
+        else:
+            window = window_mask(config, positions, positions)
+            if document_ids is not None:
+                window &= document_mask(*borders) if mask is None else mask
+            windowed = full._replace(kernel=kernel, mask_B1TS=window, spans=None)
+    return by_layer(kinds, full, windowed)
+
+
+def by_layer(kinds: Sequence[tuple[bool, bool]], full: AttentionPlan, windowed: AttentionPlan
+             ) -> list[AttentionPlan]:
+    """Return the plan of each layer, given the plans without and with SLIDING_WINDOW."""
+    cos, sin, rotation = full.cos_BT1H, full.sin_BT1H, None
+    if cos.device.type == "cpu":
+        rotation = torch.complex(cos[..., ::2], sin[..., 1::2])
+        full, windowed = (each._replace(rotation_BT1H=rotation) for each in (full, windowed))
+    plans = [windowed if slides else full for slides, _ in kinds]
+    # Ones and zeros rotate nothing, and leave one compilation for all blocks.
+    return [plan if rotates else
+            plan._replace(cos_BT1H=torch.ones_like(cos), sin_BT1H=torch.zeros_like(sin),
+                          rotation_BT1H=None if rotation is None else torch.ones_like(rotation))
+            for plan, (_, rotates) in zip(plans, kinds)]
+
+
+def document_borders(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each token's document starts, and start and end of the shared prefix that it attends to.
+
+    All are (B, T) indices in the row. Without a prefix, its start is its end.
+    """
+    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
+    is_prefix_BT = document_ids_BT == SHARED_PREFIX
+    start_BT, prefix_BT, end_BT = (index_BT.cummax(dim=1).values for index_BT in (
+        index_T * is_start_BT, index_T * (is_start_BT & is_prefix_BT), (index_T + 1) * is_prefix_BT))
+    return start_BT, prefix_BT, torch.where(is_prefix_BT, prefix_BT, end_BT)
+
+
+def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
+    """Return the spans of documents; `cu_seqlens` has their int32 offsets in the flattened batch and its end.
+
+    The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
+    shapes. With shared prefixes, which only "blocks" (an extension) can compute, two lines more: the first
+    key that each document attends to, and the end of its prefix.
+    """
+    start_BT, prefix_BT, end_BT = document_borders(document_ids_BT)
+    index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
+    is_start_BT = start_BT == index_BT - index_BT[:, :1]
+    offsets = index_BT[is_start_BT]
+    if int(document_ids_BT.min()) == SHARED_PREFIX:
+        lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
+        offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
+    size = -(-(offsets.shape[-1] + 1) // 64) * 64
+    cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).int()
+    longest = int(torch.atleast_2d(cu_seqlens)[0].diff().max())
+    # A compiler takes a size of 1 for a constant.
+    return Spans(cu_seqlens, torch.empty(max(2, longest), 0), window)
+
+
+def document_mask(start_BT: Tensor, prefix_BT: Tensor, end_BT: Tensor) -> Tensor:
+    """Return a (B, 1, T, S) mask, True where a token attends to another, from `document_borders`.
+
+    A token attends to itself and to earlier tokens of its own document and of the shared prefix.
+    """
+    key_S = torch.arange(start_BT.shape[1], device=start_BT.device)
+    is_in_prefix_BTS = (key_S >= prefix_BT[..., None]) & (key_S < end_BT[..., None])
+    return ((key_S <= key_S[:, None]) & ((key_S >= start_BT[..., None]) | is_in_prefix_BTS))[:, None]
+
+
+def window_mask(config: ModelConfig, queries_BT: Tensor, keys_BS: Tensor) -> Tensor:
+    """Return a (B, 1, T, S) mask, True for keys at most SLIDING_WINDOW - 1 positions before the query."""
+    distance_BTS = queries_BT[..., None] - keys_BS[:, None]
+    return ((distance_BTS >= 0) & (distance_BTS < config.sliding_window))[:, None]
+
+
+def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and signed sines of AttentionPlan, float32."""
+    index = torch.arange(0, config.head_dim, 2, device=positions_BT.device, dtype=torch.float32)
+    freqs, scale = 1.0 / config.rope_theta**(index / config.head_dim), 1.0  # radians per position
+    if config.rope_scaling_factor is not None:  # stretch long wavelengths and keep short ones
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
+        smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
+        if config.rope_scaling_type == "linear":  # all. Source: Chen et al. 2023 (arXiv:2306.15595)
+            smooth = torch.zeros_like(freqs)
+        elif config.rope_scaling_type == "yarn":  # Source: Peng et al. 2023 (arXiv:2309.00071)
+            first, last = (math.log(config.rope_original_max_len / (2 * math.pi * rotations))
+                           * config.head_dim / (2 * math.log(config.rope_theta)) for rotations in (high, low))
+            first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)  # pairs
+            smooth = 1 - ((index / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
+            scale = 0.1 * math.log(config.rope_scaling_factor) + 1
+        freqs = smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
+    angles = positions_BT[:, :, None, None].float() * freqs
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+
+
+def rotate(x_BTNH: Tensor, plan: AttentionPlan) -> Tensor:
+    """Rotate each pair (2i, 2i + 1) of queries or keys by the angle of its position, in float32.
+
+    Source: Su et al. 2021 (arXiv:2104.09864).
+    """
+    x32 = x_BTNH.float()
+    if plan.rotation_BT1H is None or torch.compiler.is_compiling():
+        swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return torch.addcmul(x32 * plan.cos_BT1H, swapped, plan.sin_BT1H).to(x_BTNH.dtype)
+    # One pass; a compiler fuses the other form.
+    pairs = torch.view_as_complex(x32.unflatten(-1, (-1, 2))) * plan.rotation_BT1H
+    return torch.view_as_real(pairs).flatten(-2).to(x_BTNH.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
 def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor] = None,
            spans: Optional[Spans] = None) -> Tensor:
     """Compute (B, T, N, H) attention with one of KERNELS.
 
-    It is limited by the mask, or causal: within each row, or within `spans` (VARLEN). Without a mask, a
-    single query attends to all keys.
+    It is limited by the mask, or causal: within each row, or within `spans`. Without a mask, a single query
+    attends to all keys.
     """
-    if kernel in ATTEND:
-        return ATTEND[kernel](q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
+    if KERNELS[kernel].attend:
+        return KERNELS[kernel].attend(q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
     if kernel == "grouped" and q_BTNH.shape[1] <= GROUPED_QUERIES:
         return attend_grouped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
     if k_BSKH.stride(-1) != 1:
@@ -172,40 +292,6 @@ def attend_grouped(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Op
     return attended.view_as(q_BKTGH).transpose(1, 2).flatten(2, 3)
 
 
-def document_spans(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each token's document starts, and start and end of the shared prefix that it attends to.
-
-    All are (B, T) indices in the row. Without a prefix, its start is its end.
-    """
-    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
-    is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
-    is_prefix_BT = document_ids_BT == SHARED_PREFIX
-    start_BT, prefix_BT, end_BT = (index_BT.cummax(dim=1).values for index_BT in (
-        index_T * is_start_BT, index_T * (is_start_BT & is_prefix_BT), (index_T + 1) * is_prefix_BT))
-    return start_BT, prefix_BT, torch.where(is_prefix_BT, prefix_BT, end_BT)
-
-
-def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
-    """Return the spans of documents; `cu_seqlens` has their int32 offsets in the flattened batch and its end.
-
-    The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
-    shapes. With shared prefixes, which only "blocks" (an extension) can compute, two lines more: the first
-    key that each document attends to, and the end of its prefix.
-    """
-    start_BT, prefix_BT, end_BT = document_spans(document_ids_BT)
-    index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
-    is_start_BT = start_BT == index_BT - index_BT[:, :1]
-    offsets = index_BT[is_start_BT]
-    if int(document_ids_BT.min()) == SHARED_PREFIX:
-        lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
-        offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
-    size = -(-(offsets.shape[-1] + 1) // 64) * 64
-    cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).int()
-    longest = int(torch.atleast_2d(cu_seqlens)[0].diff().max())
-    # A compiler takes a size of 1 for a constant.
-    return Spans(cu_seqlens, torch.empty(max(2, longest), 0), window)
-
-
 @cache
 def varlen_function(kernel: str):
     """Return a function of flat q, k, v and the values of Spans, with a number for `longest`."""
@@ -222,6 +308,53 @@ def varlen_function(kernel: str):
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return lambda q, k, v, cu_seqlens, longest, window: varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0), **grouped)
+
+
+# ----------------------------------------------------------------------------------- the choice of a kernel
+
+
+# Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
+# are skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an H100),
+# and slower elsewhere. It plans for seconds for each new shape of a mask, of which evaluation has many.
+ORDERS = {
+    "causal": {10: ("flash", "cudnn", "cudnn-expanded", "efficient", "math"),
+               9: ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math"),
+               8: ("flash", "efficient", "math"), 0: ("efficient", "math")},
+    "documents": {10: ("flash-2", "varlen", "efficient", "math"),
+                  9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
+                  8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
+    "window": {9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
+               8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
+    "mask": {0: ("efficient", "math")},  # shared prefixes on a GPU, and prompts with a cache
+}
+NAMED = {"cudnn": ("cudnn", "cudnn-expanded"), "math": ("math",), "sdpa": ("sdpa",)}
+
+
+def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: torch.dtype, head_dim: int,
+                 deterministic: bool = False, backend: str = "auto") -> tuple[str, ...]:
+    """Return the kernels to try, best first; none if ATTENTION_BACKEND does not support the purpose.
+
+    Args:
+        purpose: "causal", "documents" (attention within documents), "window" (the same, limited to
+            SLIDING_WINDOW) or "mask" (any other).
+        capability: compute capability; None = a CPU.
+        backend: ATTENTION_BACKEND; for windows and masks, flash and cudnn mean auto.
+    """
+    is_half, is_masked = dtype in (torch.bfloat16, torch.float16), purpose in ("window", "mask")
+    if capability is None:
+        auto = "grouped" if is_masked else "sdpa"
+        auto = next((name for name, kernel in KERNELS.items() if kernel.pays(purpose, is_half)), auto)
+        order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
+    elif backend in ("auto", "flash") or (is_masked and backend == "cudnn"):
+        order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
+        if backend == "flash" and not is_masked:
+            order = tuple(name for name in order if name == "flash" or KERNELS[name].takes_spans)
+    else:
+        order = NAMED[backend]
+
+    return tuple(name for name in order
+                 if head_dim <= KERNELS[name].max_dim and (is_half or not KERNELS[name].half_only)
+                 and (KERNELS[name].deterministic or not deterministic))
 
 
 def activate_flash_3(on: bool) -> None:
@@ -248,7 +381,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     if window:
         mask_TS.triu_(1 - window)
     mask, spans = None if purpose == "causal" else mask_TS[None, None], None
-    if purpose in ("documents", "window") and kernel in VARLEN:
+    if purpose in ("documents", "window") and KERNELS[kernel].takes_spans:
         mask, spans = None, compute_spans((torch.arange(length)[None] >= border).int() + 1, window).to(device)
 
     def output_and_gradients(name: str, dtype: torch.dtype, *masks) -> list[Tensor]:
@@ -288,7 +421,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
         backend = "sdpa"  # the other kernels without a capability are a CPU's
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if len(order) == 1 and order[0] in ("sdpa", "grouped", *ATTEND):  # always work
+    if len(order) == 1 and (order[0] in ("sdpa", "grouped") or KERNELS[order[0]].attend):  # always work
         return order[0]
     reasons = []
     for name in order:

@@ -27,14 +27,9 @@ FITS: list[Callable[[Config, int, int, int], bool]] = []
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
-def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """Return the number of positions in a chunk."""
-    return max(1, CHUNK_BYTES[device_type] // 4 // vocab_size)
-
-
-def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
-    """Return the number of tokens per chunk of the head's logits."""
-    return config.head_chunk_tokens or chunk_tokens(rows, device_type)
+def tokens_in_chunk(chosen: int, rows: int, device_type: str) -> int:
+    """Return the number of positions whose logits, of so many rows, are computed together; 0 = unset."""
+    return chosen or max(1, CHUNK_BYTES[device_type] // 4 // rows)
 
 
 def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: torch.device) -> None:
@@ -53,7 +48,7 @@ def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory:
     if config.training_stage in ("pretrain", "sft") and not (
             config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
         for factor in (4, 2):
-            tokens = factor * tokens_in_chunk(config, padded(vocab_size), "cuda")
+            tokens = factor * tokens_in_chunk(0, padded(vocab_size), "cuda")
             larger = config.model_copy(update={"head_chunk_tokens": tokens})
             if any(fits(larger, vocab_size, compute_bytes, memory) for fits in FITS):
                 return larger
@@ -219,7 +214,7 @@ class ChunkedHead:
 
     def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
         """Return slices of positions whose logits are computed together."""
-        return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
+        return slices(len(hidden_MD), tokens_in_chunk(self.positions, len(weight_VD), hidden_MD.device.type))
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
                  target_index_M: Optional[Tensor], mode: str | LogitsLoss) -> Tensor:

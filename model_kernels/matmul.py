@@ -11,8 +11,6 @@ from common.text import pip_install
 
 NF4_BLOCK = 64  # numbers per scale
 
-PACKED_FOR_ROWS = 8  # the number of rows of x that a packed matrix suits best; others are as fast
-
 # A CPU without bf16 instructions is ten times faster in float32.
 CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)()
                           for feature in ("avx512_bf16", "amx_tile"))
@@ -29,20 +27,9 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return upcast_for_matmul(weight.to(dtype))
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Return a matrix in oneDNN's layout, for `linear` on a CPU; unchanged where that is not possible.
-
-    A few rows of x are multiplied up to 2.5 times as fast.
-    """
-    is_fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16)
-    if weight.device.type != "cpu" or not is_fast or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in the dtype of x, to which the weight is rounded first."""
-    if weight.layout == torch._mkldnn:
+    if weight.layout == torch._mkldnn:  # packed, for generation
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     if x.dtype == weight.dtype == torch.float32:  # even no-op conversions take time
         return F.linear(x, weight)

@@ -67,9 +67,27 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     fsdp.register_fsdp_forward_method(head, "use_as_head")
     model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
     shard(model)  # nothing else is left in it
-    # Hide the arguments from fully_shard: it would copy the document ids, which the host reads, to the GPU.
-    model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
-    model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
+    # fully_shard's own hook comes between these two.
+    model.register_forward_pre_hook(Hidden.hide, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(Hidden.show, with_kwargs=True)
+
+
+class Hidden:
+    """Arguments of a forward that fully_shard does not see: it would copy the document ids to the GPU.
+
+    The host reads them.
+    """
+
+    def __init__(self, args: tuple, named: dict):
+        self.args, self.named = args, named
+
+    @staticmethod
+    def hide(model: nn.Module, args: tuple, named: dict) -> tuple[tuple, dict]:
+        return (Hidden(args, named),), {}
+
+    @staticmethod
+    def show(model: nn.Module, hidden: tuple, _: dict) -> tuple[tuple, dict]:
+        return hidden[0].args, hidden[0].named
 
 
 # ------------------------------------------------------------------------------- a rank's local rows
@@ -240,13 +258,13 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
 
 
 def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tensor:
-    """Return the global norm of the tensors. Collective within a shard group if some are divided.
+    """Return the global norm of the tensors, in float32. Collective within a shard group if some are divided.
 
     Args:
         norms: those of the tensors' local rows, if they are known.
     """
     tensors = [*tensors]
-    norms = [*norms] or local_norms([*map(local_rows, tensors)])
+    norms = [*norms] or [*torch._foreach_norm([*map(local_rows, tensors)], 2, torch.float32)]
     mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
     if mesh is None:
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -261,11 +279,6 @@ def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tenso
     for index, norm in zip(divided, sharded.unbind()):  # in the order of the tensors, for the sum's bits
         norms[index] = norm
     return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def local_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor, in float32."""
-    return [*torch._foreach_norm(tensors, 2, torch.float32)]
 
 
 @collective

@@ -51,7 +51,6 @@ from run.facts import (
 from run.folder import RunFolder
 from run.log import RunLog
 from run.run import Inputs, Progress, Run, trained_bytes
-from tokenizer import SUPPRESSED
 
 
 class Base(NamedTuple):
@@ -144,7 +143,6 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
             if start.folder is not None:
                 finite = not (for_replay and start.continues)
                 model_utils.load_weights(Path(start.folder), model, finite, start.layers)
-        model.suppress(inputs.tokenizer.generation.get(SUPPRESSED, ()))
         if config.train_only:
             trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
             for name, parameter in model.named_parameters():
@@ -177,6 +175,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
+    run.order = run.inputs.order(config, ranks)
     return run
 
 

@@ -166,15 +166,12 @@ class RunLog:
             if EVALUATED.match(name) and isinstance(value, (int, float)):
                 self.first.setdefault(name, (step, value))
 
-    def info(self, text: str, shown: Optional[str] = None) -> None:
-        """Log a line. A terminal shows `shown` instead, of printable lines, if it is given."""
-        self._write(text, sys.stdout, shown)
-
     def warn(self, text: str) -> None:
-        self._write(f"warning: {text}", sys.stderr)
+        self.info(f"warning: {text}", console=sys.stderr)
 
-    def _write(self, text: str, console: TextIO, shown: Optional[str] = None) -> None:
-        text = printable(text)
+    def info(self, text: str, shown: Optional[str] = None, console: Optional[TextIO] = None) -> None:
+        """Log a line. A terminal shows `shown` instead, of printable lines, if it is given."""
+        text, console = printable(text), console or sys.stdout
         line = lines = f"{self.prefix} {text}"
         if console.isatty():
             shown = [text] if shown is None else shown.splitlines()

@@ -85,9 +85,8 @@ class Inputs:
                 used[block] = True
         return np.flatnonzero(used).tolist()
 
-    def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int):
-        return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
-                          PREFETCH_STEPS)
+    def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
+        return load_steps(self.rows, order, device, objective.count, first_step, PREFETCH_STEPS)
 
     def validation_batches(self, config: Config, ranks: Ranks):
         rows = min(config.validation_rows, len(self.validation_rows))
@@ -165,6 +164,7 @@ class Run:
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
     plan: Optional[Plan] = None  # none outside of training
+    order: Optional[RowOrder] = None  # of the training rows; none for evaluations
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
 
     def __post_init__(self) -> None:
@@ -173,11 +173,6 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.run_folder.path
-
-    @property
-    def must_stop(self) -> bool:
-        """True if a stop signal arrived, or, on rank 0, if the run's folder was renamed or deleted."""
-        return self.context.signals.received is not None or self.run_folder.is_lost
 
     def needed_places(self) -> Iterator[Path]:
         """Yield the checkpoints that this run needs to continue: base, reference and teacher."""
@@ -195,8 +190,10 @@ class Run:
                 or 0 < patience <= self.progress.validations_without_best)
 
     @property
-    def stops_here(self) -> bool:
-        return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
+    def takes_no_step(self) -> bool:
+        """Whether the run is finished, or STOP_STEP ends it here."""
+        stop_step = self.config.stop_step
+        return self.finished or stop_step is not None and self.progress.step >= stop_step
 
     def how_to_continue(self) -> str:
         """Return why the run takes no more steps, and what continues it."""
@@ -220,7 +217,7 @@ class Run:
             effect = report and report.is_secondary
             sentence = report.sentence if report else f"{type(error).__name__}: {error}"
             return sentence.partition(" (")[0] if effect else sentence
-        if not (self.finished or self.stops_here) or self.progress.pending_metrics is not None:
+        if not self.takes_no_step or self.progress.pending_metrics is not None:
             return "stopped by a signal"
         early = "early stopping" if self.finished else "STOP_STEP"
         return "finished" if self.progress.step >= self.config.max_steps else early
@@ -239,6 +236,10 @@ class Run:
         self.saved = None
 
 
+def due(every: int, step: int, last: bool = False) -> bool:
+    return every > 0 and (step % every == 0 or last)
+
+
 # ---------------------------------------------------------------------------------- the run's folder
 
 
@@ -246,7 +247,8 @@ class Run:
 def start_writing(run: Run) -> None:
     """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
 
-    This is the first write into the folder, once all checks of the start have passed.
+    If steps follow, their settings are recorded. This is the first write into the folder, once all checks of
+    the start have passed.
     """
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
@@ -269,6 +271,9 @@ def start_writing(run: Run) -> None:
                     run.log.warn(f"{place} is needed by this run, but that cannot be noted there "
                                  f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
+        if not run.takes_no_step:
+            run_folder.write_segment(run.folder, step + 1, run.config.public(),
+                                     run.inputs.sources(run.config), run.plan.to_record())
 
     step, pending = run.progress.step, run.progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
@@ -298,15 +303,6 @@ def how_to_resume(run: Run) -> str:
     if run.folder.name != run.config.run_name:
         flags.append(f" --run-name {run.folder.name}")
     return "the same command" + (f" with{''.join(flags)}" if flags else "")
-
-
-@collective
-def record_settings(run: Run) -> None:
-    """Write the settings of this process's steps into the run's folder."""
-    config, first = run.config, run.progress.step + 1
-    if not is_folder_lost(run):
-        run.ranks.on_rank0(lambda: run_folder.write_segment(
-            run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

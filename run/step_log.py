@@ -32,7 +32,7 @@ def log_step(run: Run, result: StepResult) -> None:
     """Append the step's line to ledger.jsonl."""
     step = run.progress.step + 1
     if run.ranks.is_rank0:
-        rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
+        rows = run.order.all_rows(run.progress.step)
         entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
         if not result.count:

@@ -35,7 +35,7 @@ from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
 from extensions.inference.weights import export_dtype, find_model, load_model
-from model_kernels.rotary import precompute_freqs
+from model_kernels.attention import precompute_freqs
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",

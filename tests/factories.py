@@ -409,7 +409,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
-                          must_stop=False)
+                          run_folder=SimpleNamespace(is_lost=False), context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     reducer = make_reducer(model, ranks, config, run.optimizer)
     count = sum(int(run.objective.count(batch)) for batch in batches)
     result = train.take_step(run, reducer, batches, count, 0.01)

@@ -12,8 +12,9 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
 from extensions.inference.engine import RowCache
-from model import SHARED_PREFIX, RMSNorm, Transformer, padded
+from model import RMSNorm, Transformer, padded
 from model_kernels import matmul
+from model_kernels.attention import SHARED_PREFIX
 from model_kernels.head import IGNORE_INDEX, HeadGradients, float_logits
 from model_kernels.matmul import linear
 

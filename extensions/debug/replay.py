@@ -299,7 +299,8 @@ def replay_before(run: Run, step: int, world_size: int,
     start = f"from {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
         return start, True
-    with run.inputs.training_batches(run.config, run.ranks, run.objective, run.progress.step) as loader:
+    order, device = run.inputs.order(run.config, run.ranks), run.ranks.device
+    with run.inputs.training_batches(order, device, run.objective, run.progress.step) as loader:
         title = f"Replaying steps {first} to {step - 1}"
         for now in tqdm(range(first, step), desc=title, unit="step", delay=2, leave=False, disable=None):
             result = take_step(run, *next(loader), world_size)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Optional
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from common.activity import tick
 from common.text import print_safely
 from config import ModelConfig
-from model import KVCache, Transformer, evaluation_mode, window_mask
-from model_kernels.rotary import precompute_freqs
+from model import Transformer, evaluation_mode
+from model_kernels.attention import AttentionPlan, by_layer, choose_kernel, precompute_freqs, window_mask
 from parallel.fsdp import is_sharded, same_on_all
 from parallel.ranks import widened
 
@@ -33,10 +35,20 @@ FIXED_POINT, UNNORMALIZED_POINT = 2.0**52, 2.0**42  # scales for sums of probabi
 EAGER_STEPS = 4  # take about as long as the capture of a CUDA graph
 CAPTURING = threading.Lock()  # a stream captures one graph at a time
 PREFILL_TOKENS = 256  # default prefill budget of a step; a larger one delays requests that are decoding
+SUPPRESSED_IDS: WeakKeyDictionary[Transformer, Tensor] = WeakKeyDictionary()
 
 
-class RowCache(KVCache):
-    """A KV cache in one block of memory, in which each row holds up to `length` tokens, prompt included."""
+def never_sample(model: Transformer, ids: Iterable[int]) -> None:
+    """Exclude ids from all samples of a model."""
+    known = [each for each in ids if 0 <= each < model.vocab_size]
+    SUPPRESSED_IDS[model] = torch.tensor(known, dtype=torch.int64, device=model.norm.weight.device)
+
+
+class RowCache:
+    """A KV cache in one block of memory, in which each row holds up to `length` tokens, prompt included.
+
+    `Transformer.forward` asks it for the plan of the next tokens, which adds these to the cache.
+    """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
         # The extra column absorbs writes of padding past a row's capacity; no token attends to it.
@@ -49,6 +61,7 @@ class RowCache(KVCache):
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.config, self.rows, self.used = config, range(rows), [0] * rows
+        self.kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.n_layers)]
         self.static = device.type == "cuda"  # kernels read the place of a single token, as a graph needs
         self.rows_B = self.used_B = None  # copies on the device, for rows that slices cannot address
 
@@ -58,8 +71,8 @@ class RowCache(KVCache):
         view.rows, view.used, view.rows_B, view.used_B = rows, used, None, None
         return view
 
-    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-        """As in `KVCache`."""
+    def plan(self, tokens: int) -> list[AttentionPlan]:
+        """Make room for this many tokens of each row; return the plan of each layer."""
         device, length, longest = self.index_S.device, len(self.index_S), max(self.used)
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
@@ -83,9 +96,16 @@ class RowCache(KVCache):
             mask = (self.index_S[:self.end] <= places_BT[..., None])[:, None]
         if self.config.sliding_window is not None and self.end > self.config.sliding_window:
             window = window_mask(self.config, places_BT, self.index_S[None, :self.end])
-        return cos, sin, mask, window
+        choose = partial(choose_kernel, config=self.config, device=device, dtype=self.keys.dtype)
+        # On a GPU, kernels for causal attention plan every new length.
+        kernel = choose("causal" if mask is None and tokens > 1 and device.type == "cpu" else "mask")
+        full = windowed = AttentionPlan(kernel, cos, sin, mask)
+        if window is not None:
+            windowed = full._replace(kernel=choose("mask"), mask_B1TS=window)
+        return [plan._replace(store=partial(self._store, layer))
+                for layer, plan in enumerate(by_layer(self.kinds, full, windowed))]
 
-    def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
+    def _store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[layer], self.values[layer]
         keys[self.to_write], values[self.to_write] = k_BTKH, v_BTKH
         return keys[self.to_read, :self.end], values[self.to_read, :self.end]
@@ -301,8 +321,8 @@ class Batch:
             return
         if self.ready_R is not None:
             logits_RV = logits_RV[self.ready_R]
-        if self.model.suppressed is not None:
-            logits_RV = logits_RV.index_fill(1, self.model.suppressed, -math.inf)
+        if len(suppressed := SUPPRESSED_IDS.get(self.model, ())):
+            logits_RV = logits_RV.index_fill(1, suppressed, -math.inf)
         scores_RV = None if self.top_logprobs < 0 else logits_RV.float().log_softmax(dim=-1)
         if self.seen_RV is not None:
             logits_RV = penalize(logits_RV, self.seen_RV, self.samplings.penalty_B1)

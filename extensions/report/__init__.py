@@ -47,7 +47,7 @@ class Report(Extension):
         if error is None and run.log.ending and run.ranks.is_rank0:
             from extensions.report import console
 
-            was_stopped = run.progress.pending_metrics is not None or not (run.finished or run.stops_here)
+            was_stopped = run.progress.pending_metrics is not None or not run.takes_no_step
             result = run.log.ending[0]
             if not was_stopped:
                 result = console.print_results(run, self.started, self.first)

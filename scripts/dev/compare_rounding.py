@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[list[str], Callable]] = {
     "fp32": ([], contextlib.nullcontext),
     "bf16": (BF16, contextlib.nullcontext),
     "bf16, gradients added in fp32": (
-        BF16, lambda: mock.patch.dict(rounding.REDUCERS, {"rounding": Float32Sums})),
+        BF16, lambda: mock.patch.dict(rounding.optim.REDUCERS, {"special_update": Float32Sums})),
     "bf16 weights": (BF16[:2], contextlib.nullcontext),
     "bf16, rounded to the nearest": (BF16, lambda: mock.patch.object(rounding, "round_into", to_nearest))}
 

@@ -132,7 +132,7 @@ def measure_shape(task, shape: Sequence[int]) -> None:
     for kernel in kernels.KERNELS:
         if reason := kernels.trial(kernel, "causal", shape[2:], inputs[0].device, inputs[0].dtype):
             rates[kernel] = reason
-        elif kernel == "flash-3" or kernel not in kernels.VARLEN:
+        elif kernel == "flash-3" or not kernels.KERNELS[kernel].takes_spans:
             with task.attempt(f"{label} {kernel}"):
                 rates[kernel] = tflops(task, partial(kernels.attend, kernel), inputs, flops)
         if kernel == "flash-3":
@@ -148,7 +148,7 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
 
     rows, length, n_heads, _, width = shape
     device, dtype = inputs[0].device, inputs[0].dtype
-    for kernel in kernels.VARLEN:
+    for kernel in [name for name, each in kernels.KERNELS.items() if each.takes_spans]:
         if kernels.trial(kernel, "documents", shape[2:], device, dtype) is not None:
             continue
         rates: dict[str, float] = {}

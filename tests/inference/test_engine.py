@@ -20,6 +20,7 @@ from extensions.inference.engine import (
     SamplingTensors,
     choose,
     generate,
+    never_sample,
     penalize,
 )
 from model import Transformer
@@ -321,9 +322,9 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(temperature=3.0), Sampling(temperature=1.0, by_id=True)])
 def test_suppressed_ids_are_never_sampled(model, sampling):
     try:
-        model.suppress([*range(0, VOCAB, 2), VOCAB + 5, -1])
+        never_sample(model, [*range(0, VOCAB, 2), VOCAB + 5, -1])
         found = {token for answer in generate(model, PROMPTS, 20, sampling) for token in answer}
     finally:
-        model.suppress(())
+        never_sample(model, ())
     assert found and all(token % 2 for token in found)
     assert any(token % 2 == 0 for answer in generate(model, PROMPTS, 20, sampling) for token in answer)

@@ -9,10 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import generate
-from extensions.inference.weights import INT8_ROWS, Int8Linear, add_products, pack_weights, packed_weights
+from extensions.inference.weights import (
+    INT8_ROWS,
+    Int8Linear,
+    add_products,
+    pack,
+    pack_weights,
+    packed_weights,
+)
 from lora import add_adapters, cast_base
 from model import Transformer
-from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear, pack
+from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear
 
 PROMPTS = [[1, 2, 3], [7] * 12, [30]]
 
@@ -29,7 +36,7 @@ def new_model(dtype: torch.dtype, tie: bool = True) -> Transformer:
 def test_packed_weights_write_the_same_tokens(tie):
     plain, packed = new_model(torch.float32, tie), new_model(torch.float32, tie)
     pack_weights(packed)
-    assert packed.layers[0].attention.wq.weight.is_mkldnn and packed.head_matrix.packed.is_mkldnn
+    assert packed.layers[0].attention.wq.weight.is_mkldnn and packed.head_matrix.as_head().values_VD.is_mkldnn
     assert generate(packed, PROMPTS, 30) == generate(plain, PROMPTS, 30)
     tokens = torch.tensor(PROMPTS[1:2])
     with torch.no_grad():
@@ -82,7 +89,7 @@ def test_what_is_rounded_once_instead_of_for_every_token_writes_the_same(adapter
     with packed_weights(model), Roundings() as once:
         assert generate(model, PROMPTS, 20) == expected
     assert once.count == 0 and (every_token.count >= 20 or adapters == {})  # then all was rounded at the start
-    assert model.head_matrix.packed is None
+    assert not model.head_matrix.as_head().values_VD.is_mkldnn
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

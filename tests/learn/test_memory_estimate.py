@@ -14,7 +14,7 @@ from config import Config, ModelConfig, rules
 from extensions import cost
 from extensions.cost import activation_bytes, estimate_memory, parameter_count
 from extensions.forecast import GIB, forecast_memory, memory_advice
-from model import AttentionMeta, TransformerBlock
+from model import AttentionPlan, TransformerBlock
 from model_kernels import head, matmul
 from model_utils import DTYPES
 from plan.layers import PRESETS_DIR
@@ -171,7 +171,7 @@ def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) 
             block.requires_grad_(True)
         angles = torch.empty(1, length, 1, config.head_dim)
         x_BTD = torch.empty(rows, length, config.dim, dtype=torch.bfloat16, requires_grad=True)
-        torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionMeta("sdpa", angles, angles)).sum().backward()
+        torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionPlan("sdpa", angles, angles)).sum().backward()
     return kept[0]
 
 

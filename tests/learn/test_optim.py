@@ -1,6 +1,7 @@
 import hashlib
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from learn.optim import Muon, Optimizer, learning_rate
 from model import Transformer
 from model_utils import build_model
 from parallel.fsdp import is_divided, local_rows, put
-from parallel.ranks import start_ranks, stop_ranks
+from parallel.ranks import Ranks, start_ranks, stop_ranks
 
 VOCAB = 100
 
@@ -96,7 +97,8 @@ def test_muon_is_torchs_muon_in_float32():
     torch.manual_seed(0)
     shapes = [(8, 24), (24, 8), (8, 8), (8, 24)]
     actual, other = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    muon = Muon(actual, lr=0.1, weight_decay=0.1, momentum=0.95)
+    config = OptimConfig(learning_rate=0.1, muon_momentum=0.95)
+    muon = Muon([{"params": actual, "weight_decay": 0.1}], config, SimpleNamespace(sharded={}, ranks=Ranks()))
     reference = torch.optim.Muon(other, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for a, b in zip(actual, other):

@@ -213,7 +213,7 @@ def test_gradients_are_freed_during_the_backward_pass(monkeypatch, prepared, tmp
 
     def watched(self, parameter, skipped):
         update(self, parameter, skipped)
-        held.append(sum(each.grad is not None for each in self.names if each.ndim > 1))
+        held.append(sum(each.grad is not None for each in self.whole.names if each.ndim > 1))
 
     monkeypatch.setattr(rounding.RoundedAdamW, "update", watched)
     assert TinyRun(prepared, tmp_path, MAX_STEPS=1, **BF16 | BACKWARD).train() == 0

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import lora
-import model as model_module
 from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
@@ -239,7 +238,7 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, wi
 
     expected = results()
     kernel, purposes = install(monkeypatch, name), []
-    monkeypatch.setattr(model_module, "choose_kernel",
+    monkeypatch.setattr(attention, "choose_kernel",
                         lambda purpose, **_: purposes.append(purpose) or (kernel if purpose in ("documents", "window") else "sdpa"))
     for found, requested in zip(results(), expected):
         torch.testing.assert_close(found, requested, atol=1e-4, rtol=1e-4)
@@ -249,7 +248,7 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, wi
     seen = [["documents"], ["mask"], ["causal"]]
     if window:
         seen = [["documents", "window"], ["mask", "mask"], ["causal", "window"]]
-        monkeypatch.setattr(model_module, "window_mask", None)  # not even computed
+        monkeypatch.setattr(attention, "window_mask", None)  # not even computed
         results(documents), results(None)
     assert purposes[:len(sum(seen, []))] == sum(seen, []), "a shared prefix cannot be told by borders"
 
@@ -291,7 +290,7 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
     operator = torch.library.custom_op("paddock_test::by_document", by_document, mutates_args=())
     operator.register_fake(lambda q, k, v, borders: torch.empty_like(q))
     monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, *_: operator(q, k, v, borders))
-    monkeypatch.setattr(model_module, "choose_kernel", lambda *_, **__: kernel)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_, **__: kernel)
     model = new_model(tiny(), 128)
     compile_model(model)
     tokens = torch.randint(0, 128, (2, 256), generator=torch.Generator().manual_seed(1))

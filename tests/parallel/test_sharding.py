@@ -202,12 +202,12 @@ def test_the_error_names_the_replica_that_drifts(tiny_run):
 
 def check_dtypes(argv: list[str]) -> None:
     """Sines, cosines and norms are computed in float32, all matrices gathered in bf16, and no longer than they are used."""
-    ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.AttentionMeta.rotate, model.RMSNorm.forward
+    ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.rotate, model.RMSNorm.forward
     config, logprobs = make_plan(argv).config, ChunkedHead.logprobs
 
-    def rotary(self, x_BTNH):
-        seen.add((x_BTNH.dtype, self.cos_BT1H.dtype, self.sin_BT1H.dtype, self.rotation_BT1H.dtype))
-        return rotate(self, x_BTNH)
+    def rotary(x_BTNH, plan):
+        seen.add((x_BTNH.dtype, plan.cos_BT1H.dtype, plan.sin_BT1H.dtype, plan.rotation_BT1H.dtype))
+        return rotate(x_BTNH, plan)
 
     def norm(self, x):
         seen.add((x.dtype, self.weight.dtype, type(self.weight.data)))
@@ -223,7 +223,7 @@ def check_dtypes(argv: list[str]) -> None:
         assert is_divided(sharded.tok_embeddings.weight)
         return logprobs(self, weight, *arguments, **options)
 
-    model.AttentionMeta.rotate, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
+    model.rotate, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
     ChunkedHead.logprobs = head
     sharded = build_model(config, 300, ranks, torch.bfloat16)
     sharded.tok_embeddings.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))

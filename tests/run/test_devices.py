@@ -107,7 +107,7 @@ def row_of(card: str, monkeypatch) -> str:
     for config in settings:
         model = SimpleNamespace(vocab_size=128_256, head=SimpleNamespace(positions=None))
         head.choose_head_chunk(model, config, dtype.itemsize, device)
-        tokens = model.head.positions or head.tokens_in_chunk(config, 128_256, "cuda")
+        tokens = model.head.positions or head.tokens_in_chunk(config.head_chunk_tokens, 128_256, "cuda")
         chunks.append(str(len(slices(config.micro_batch_size * config.max_seq_len, tokens))))
     cells += [str(dtype).removeprefix("torch."), *chosen.values(), ", ".join(chunks), "yes" if is_compiled else "no"]
     return f"| {' | '.join(cells)} |"

@@ -28,6 +28,7 @@ from checkpoint.model_json import read_model_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay
+from extensions.inference.engine import SUPPRESSED_IDS
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, merged_state_dict
 from plan.layers import Layer
 from tokenizer import load_tokenizer
@@ -377,4 +378,4 @@ def test_control_tokens_that_no_training_has_seen_are_never_sampled(stages, tmp_
     for step in (1, 2):
         assert run.train(STOP_STEP=step) == 0
         assert {*suppressed_by(run.checkpoint(step))} == unseen
-    assert {*load_for_use(run.checkpoint(2))[0].suppressed.tolist()} == unseen
+    assert {*SUPPRESSED_IDS[load_for_use(run.checkpoint(2))[0]].tolist()} == unseen

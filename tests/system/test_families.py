@@ -33,7 +33,7 @@ def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[lis
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                                   betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     losses = []
-    with inputs.training_batches(config, Ranks(), NextToken(), 0) as steps:
+    with inputs.training_batches(inputs.order(config, Ranks()), Ranks().device, NextToken(), 0) as steps:
         for step in range(STEPS):
             batches, count = next(steps)
             total = torch.zeros(())
@@ -91,7 +91,8 @@ def test_every_stage_trains_a_family(family, stages, tmp_path):
     assert [run.train() for run in runs.values()] == [0] * 4
     config = make_plan(runs["sft"].argv(), {}).config
     reference = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
-    with read_inputs(config, verify=False).training_batches(config, Ranks(), NextToken(), 0) as steps, torch.no_grad():
+    inputs = read_inputs(config, verify=False)
+    with inputs.training_batches(inputs.order(config, Ranks()), Ranks().device, NextToken(), 0) as steps, torch.no_grad():
         (batches, count), total = next(steps), 0.0
     for tokens, targets, documents in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()

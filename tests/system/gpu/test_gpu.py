@@ -25,7 +25,7 @@ from common.errors import SettingsError
 from extensions.inference.engine import RowCache, generate
 from hellaswag_utils import Task, ending_logprobs
 from learn.optim import in_ddp
-from model import SHARED_PREFIX
+from model_kernels.attention import SHARED_PREFIX
 from model_kernels.head import IGNORE_INDEX
 from model_utils import build_model, compile_model
 from parallel import ranks as collectives
