@@ -117,6 +117,25 @@ def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeyp
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
+@pytest.mark.parametrize("dtype, vocabulary", [("uint16", 70), ("uint32", 300_000)])
+def test_the_ids_that_occur_are_counted_by_the_verification_which_a_later_start_does_not_repeat(tmp_path, monkeypatch, dtype, vocabulary):
+    folder = prepare(tmp_path / "set", vocabulary, dtype, train=[[0, 9, 9], [vocabulary - 1, 7]])
+    scan, scanned = shard_reader._scan, []
+    monkeypatch.setattr(shard_reader, "_scan", lambda shard, *more: scanned.append(shard.path.name) or scan(shard, *more))
+    unverified = open_train(folder, "never", vocab_size=vocabulary)
+    assert unverified.used is None and unverified.used_ids().tolist() == [0, 7, 9, vocabulary - 1]
+    for expected in (2, 2):
+        tokens = open_train(folder, vocab_size=vocabulary)
+        monkeypatch.setattr(shard_reader.TokenSet, "blocks", None)
+        assert tokens.used_ids().tolist() == [0, 7, 9, vocabulary - 1] and len(scanned) == expected
+    # The results of an earlier version lack them.
+    known = json.loads((folder / shard_reader.VERIFIED).read_text())
+    del known["train-00001.bin"]["used"]
+    (folder / shard_reader.VERIFIED).write_text(json.dumps(known))
+    assert open_train(folder, vocab_size=vocabulary).used_ids().tolist() == [0, 7, 9, vocabulary - 1]
+    assert scanned[2:] == ["train-00001.bin"]
+
+
 def test_a_file_is_read_again_also_if_its_modification_time_was_put_back(prepared):
     """As by a copy that keeps times."""
     open_train(prepared)
