@@ -87,6 +87,8 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
     for kind in (list, dict):
         with suppress(DataError):  # in CSV, a list is its JSON
             endings = json_in(ending_column, endings, kind)
+    if is_question and isinstance(endings, list) and all(isinstance(each, dict) for each in endings):
+        endings = {key: [each.get(key) for each in endings] for key in ("text", "label")}
     if is_question and isinstance(endings, dict):  # as in ARC: {"text": [...], "label": ["A", ...]}
         endings, names = endings.get("text"), endings.get("label")
     counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
@@ -106,6 +108,9 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
         expected = f"a label of its choices, {', '.join(map(str, names))}"
     if (name := str(label).strip().upper()) not in labels:
         raise invalid(f"{label_column!r} must be {expected}, got {label!r:.60}")
+    if isinstance(label, str) and label in endings and labels[name] != endings.index(label) and not names:
+        raise invalid(f"{label_column!r} is {label!r}, a position and also the text of another one of "
+                      f"{ending_column!r}; write the position as a letter, or as a number in JSON")
 
     # The text
     used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]

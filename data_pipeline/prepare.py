@@ -541,13 +541,13 @@ def describe_split(manifest: dict) -> Iterator[str]:
                "sets hold out")
     if requested is None:
         requested = min(fraction or 0, HELD_OUT) or HELD_OUT
-    if common := manifest.get("common_openings"):
+    if (common := manifest.get("common_openings")) and total > 1:
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
     if requested and not held_out:
         yield f"Warning: no {noun} fell into validation, 0 of {total:,} instead of {requested:.1%}; {more}"
-    elif not kind and manifest["settings"]["validation_fraction"] is None and total < FEW_DOCUMENTS:
-        if held_out and "cut_from_each" not in manifest:
+    elif manifest["settings"]["validation_fraction"] is None and total < FEW_DOCUMENTS:
+        if 0 < (fraction or 0) <= HELD_OUT:
             yield (f"Split: {held_out:,} of {counted(total, noun)} in the {HELD_OUT:.0%} that all sets hold "
                    "out by hash; VALIDATION_FRACTION=0 trains on all")
     elif "cut_from_each" not in manifest and is_far(held_out, requested * total):

@@ -584,7 +584,7 @@ def is_other_content(head: bytes) -> bool:
 
 
 def check_width(shard: Shard, vocab_size: int) -> None:
-    """Raise DataError if ids without a header seem to have 4 or 8 bytes, or the other byte order."""
+    """Raise DataError if ids without a header seem to have 1, 4 or 8 bytes, or the other byte order."""
     numbers, dtype = shard.read(0, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
     if len(numbers) < 4:
         return
@@ -594,6 +594,14 @@ def check_width(shard: Shard, vocab_size: int) -> None:
             dtype = order + ("u4" if words[:, 2 if order == "<" else 1].any() else "i8")
     if not dtype and numbers.byteswap().max() < vocab_size <= numbers.max():
         dtype = ">u2"
+    with np.errstate(invalid="ignore"):
+        for floats in ("<f4", "<f8"):
+            values = numbers.view(floats)
+            if values.any() and np.all((values == np.floor(values)) & (values >= 0) & (values < vocab_size)):
+                dtype = floats
+    low, high = ({*np.unique(each).tolist()} for each in (numbers & 255, numbers >> 8))
+    if low == high and 1 < len(low) and max(low) < 128:  # of a small vocabulary
+        dtype = "<u1"
     if dtype:
         order, name = "big" if dtype[0] == ">" else "little", shard.path.name
         ids = f"numpy.fromfile({name!r}, {dtype!r}).astype('uint32')"

@@ -227,7 +227,8 @@ def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer
     import datasets
     letters, from_1 = ([{**record, "answer": answer} for record, answer in zip(MMLU, answers)] for answers in ("CA", (4, 1)))
     written = [{**ARC[0], "choices": json.dumps(ARC[0]["choices"])}, {**ARC[1], "choices": json.dumps(ARC[1]["choices"])}]
-    for records, expected in ((ARC, [1, 1]), (written, [1, 1]), (MMLU, [2, 0]), (letters, [2, 0]), (from_1, [3, 0])):
+    listed = [{**record, "choices": [{"text": text, "label": label} for text, label in zip(*map(record["choices"].get, ("text", "label")))]} for record in ARC]
+    for records, expected in ((ARC, [1, 1]), (written, [1, 1]), (listed, [1, 1]), (MMLU, [2, 0]), (letters, [2, 0]), (from_1, [3, 0])):
         table = datasets.Dataset.from_list(records)
         table.to_parquet(tmp_path / "x.parquet")
         pandas.DataFrame(records).to_json(tmp_path / "x.jsonl", orient="records", lines=True)
@@ -240,9 +241,14 @@ def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer
         "fields that are not scored: id (2)", "questions with choices; each choice is scored after 'Question: ...\\nAnswer:'"]
     for change, word in (({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
                          ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
+                         ({"choices": ["B", "A"], "answerKey": "B"}, "'answerKey' is 'B', a position and also the text of another one"),
+                         ({"choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
                          ({"question": {"stem": "x"}}, "'question' is an object, expected text")):
         with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
             read_items(write_jsonl(tmp_path / "bad.jsonl", [ARC[0] | change]), "EVAL_TASKS=a:")
+    for answer in (2, "C"):
+        (item,) = read_items(write_jsonl(tmp_path / "x.jsonl", [{"question": "x", "choices": ["0", "2", "1"], "answer": answer}]), "EVAL_TASKS=a:")
+        assert item.endings[item.label] == "1"
     with pytest.raises(DataError, match="expected ctx, endings and label, as in HellaSwag's file, or question, choices and answer, as in MMLU's"):
         read_items(write_jsonl(tmp_path / "bad.jsonl", [{"goal": "x", "sol1": "a", "sol2": "b", "label": 0}]), "EVAL_TASKS=a:")
 

@@ -285,9 +285,9 @@ def test_two_kinds_of_files_are_refused(foreign):
 
 
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
-@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8"])
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f4", "<f8", "<u1"])
 def test_a_raw_file_of_ids_that_are_not_uint16_is_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, monkeypatch):
-    ids = np.random.default_rng(1).integers(0, 50_000 if dtype == ">u2" else vocabulary, 3000)
+    ids = np.random.default_rng(1).integers(0, {">u2": 50_000, "<u1": 65}.get(dtype, vocabulary), 3000)
     (tmp_path / "train.bin").write_bytes(ids.astype(dtype).tobytes())
     with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:
         open_train(tmp_path, vocab_size=50_000 if dtype == ">u2" else vocabulary)
