@@ -11,7 +11,8 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from glob import escape, glob
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, describe_counts, names_of_sources, prepare, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
-from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
+from data_pipeline.sources import SHORTCUTS, Source, format_of, list_files, local_files, source_of
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
 from plan.command_line import export
@@ -254,7 +255,12 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
     source = flags.source or "fineweb-edu"
-    folder = prepare_set(kind, source_of(source, NAMES[kind], **fields), output, options)
+    described = source_of(source, NAMES[kind], **fields)
+    if not holds_out and described.path and described.split is None:  # a folder may have such a split
+        with suppress(DataError, SettingsError):
+            list_files(held_out := replace(described, split="validation"))
+            described = held_out
+    folder = prepare_set(kind, described, output, options)
     return folder if only_plan else name_set(folder, source)
 
 

@@ -199,10 +199,8 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
     # The second axis of stored tensors, the pairs of a row, may differ: pad with zeros.
     stored = {}
     for name in batches[0].stored:
-        tensors = [batch.stored[name] for batch in batches]
-        longest = max(tensor.shape[1] for tensor in tensors)
-        stored[name] = joined([torch.cat([tensor, tensor.new_zeros(
-            len(tensor), longest - tensor.shape[1], *tensor.shape[2:])], 1) for tensor in tensors])
+        rows = [row for batch in batches for row in batch.stored[name]]
+        stored[name] = joined([pad_sequence(rows, batch_first=True)])
     return Batch(tokens_BT, targets_BT, document_ids_BT, target_index_M, stored,
                  sum(batch.padding for batch in batches))
 
@@ -210,7 +208,8 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
 class SourceRows:
     """The rows of one split of a prepared set. Calling them with indices returns a batch.
 
-    A subclass defines all that is declared here and `__len__`, and with an example set `examples_in`.
+    A subclass defines all that is declared here, `__len__` and `describe`, and with an example set
+    `examples_in`.
     """
 
     token_set: shards.TokenSet
@@ -219,9 +218,6 @@ class SourceRows:
     row_tokens: int
     content: str  # such as "1,000 tokens"
     __call__: Callable[[np.ndarray], Batch]
-
-    def describe(self) -> str:
-        return self.content
 
 
 @dataclass(frozen=True)
@@ -237,6 +233,9 @@ class TokenRows(SourceRows):
 
     def __len__(self) -> int:
         return (self.token_set.tokens - 1) // self.row_tokens
+
+    def describe(self) -> str:
+        return self.content
 
     def __call__(self, indices: np.ndarray) -> Batch:
         # One more token than a row has, for the last target.
@@ -454,9 +453,6 @@ class WrappedRows(SourceRows):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rows, name)
-
-    def describe(self) -> str:
-        return self.rows.describe()
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,8 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
     held_out, own = f", {rows.describe()} held out" if rows else "", config.validation_data_path
+    if own and rows and rows.fingerprint == train.fingerprint:
+        own += ": the same tokens that the run trains on"
     held_out += (f" ({own})" if rows else f" ({own} is not read: VALIDATE_EVERY=0)") if own else ""
     return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
                   description=f"{train.describe()}{held_out} from {config.data_path}")

@@ -290,6 +290,17 @@ def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
     assert other == tmp_path / "out" / f"my-play-{other.resolve().name[:6]}" and first.resolve() != other.resolve()
 
 
+def test_a_validation_set_of_your_own_is_the_validation_split_of_a_folder_that_has_one(tmp_path, tokenizer_path):
+    tokenizer = load_tokenizer(tokenizer_path)
+    for name, files in (("splits", {"train.jsonl": ["a b"] * 3, "valid.jsonl": ["c d"] * 2}), ("plain", {"x.jsonl": ["e f"]})):
+        (tmp_path / name).mkdir()
+        for file, texts in files.items():
+            write_texts(tmp_path / name / file, texts)
+        folder = prepare_from_flags("documents", ["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--tokenizer-path",
+                                                  tokenizer_path, "--preparation-workers", "1"], holds_out=False)
+        assert documents_of(folder, "train", tokenizer) == [*files.values()][-1]
+
+
 OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}
 
 
