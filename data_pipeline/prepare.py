@@ -7,6 +7,8 @@ disk.
 """
 
 import json
+import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -568,3 +570,31 @@ def read_prepared(folder: Path) -> dict:
 def names_of_sources(manifest: dict) -> list[str]:
     """Return the path or name of each source; sets of old versions can have several."""
     return [source.get("path") or source["name"] for source in manifest["source"]["sources"]]
+
+
+def name_set(folder: Path, source: str) -> Path:
+    """Name a link to a prepared set after its source; return it, or the folder. Others' links are kept."""
+    plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
+    while not os.path.lexists(plain) and set("*?[") & set(os.path.basename(plain)):
+        plain = os.path.dirname(plain)
+    stem = os.path.basename(plain).split(".")[0]
+    name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:60]
+    if not name:
+        return folder
+
+    def source_in(folder: Path) -> tuple[str, ...]:
+        manifest = read_prepared(folder) if (folder / MANIFEST).is_file() else {}
+        source = manifest and manifest["source"]["sources"][0]
+        return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
+                ) if manifest else ()
+
+    link = folder.with_name(name)
+    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
+        link = folder.with_name(f"{name}-{folder.name[:6]}")
+    temporary = folder.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        temporary.symlink_to(folder.name)
+        temporary.replace(link)
+    except OSError:  # a file system without links
+        return folder
+    return link

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline.mixture import Mixture, Phase, read_mixture, weight_units
+from data_pipeline.mixture import Mixture, Phase, read_mix, read_mixture, weight_units
 from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
-from data_preparation_utils import prepare_mixture, read_mix
+from data_preparation_utils import prepare_mixture
 from dataloaders import Mixing, RowOrder, Rows, open_rows
 from run.facts import read_inputs
 from tokenizer import load_tokenizer
