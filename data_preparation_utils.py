@@ -8,27 +8,24 @@ and templates (labels), prepare and workers (tokens, journal, manifest), shards 
 
 import argparse
 import os
-import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import replace
 from glob import escape, glob
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.command_line import CommandParser, filled, number
-from common.errors import DataError, SettingsError, local_path, unreadable
-from common.files import disk_errors, read_json
-from common.text import COMMANDS, PROGRAM, is_url, show, without_passwords
+from common.errors import DataError, SettingsError, local_path
+from common.files import disk_errors
+from common.text import COMMANDS, PROGRAM, is_url, show
 from config import KINDS, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
-from data_pipeline.prepare import DOCUMENTS, describe_counts, names_of_sources, prepare, read_prepared
-from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
-from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
+from data_pipeline.prepare import DOCUMENTS, describe_counts, name_set, prepare, read_prepared
+from data_pipeline.shards import MANIFEST, MIXTURE
+from data_pipeline.sources import SHORTCUTS, Source, format_of, list_files, local_files, source_of
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
 from plan.command_line import export
@@ -42,52 +39,6 @@ OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
                  "map": "map", "column": "column", "documents": "documents"}
 count = number(int, "with at most 15 digits", lambda value: 0 <= value < 10**15)  # the type of a flag
-# A source in the file of --mix: the fields of `Source`, a weight and a label.
-MixSource = create_model(
-    "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
-    weight=(Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)], None),
-    label=(Annotated[str, Field(min_length=1)], None),
-    **{field.name: (str, field.default) for field in fields(Source)})
-
-
-class MixFile(BaseModel, strict=True, extra="forbid"):
-    """The file of --mix. Weights are those of the sources, or of the phases (by label)."""
-
-    sources: list[MixSource] = Field(min_length=1)
-    phases: list[mixture.MixPhase] | None = None
-
-    @model_validator(mode="after")
-    def check_sources(self) -> "MixFile":
-        for index, source in enumerate(self.sources, 1):
-            if bool(source.path) == bool(source.name):
-                raise ValueError(f"source {index}: give either a path (files) or a name (on the hub)")
-            if self.phases is not None and source.weight is not None:
-                raise ValueError(f"source {index}: remove its weight, because the phases have weights")
-        return self
-
-
-def read_mix(path: str | Path) -> tuple[list[Source], mixture.Mixture]:
-    """Return the sources in a `MixFile`, and their mixture, whose sets do not exist yet.
-
-    The default label of a source is its path or name.
-    """
-    try:
-        mix = MixFile.model_validate(read_json(Path(path)))
-        labels = [entry.label or without_passwords(entry.path)
-                  or "/".join(filter(None, (entry.name, entry.config))) for entry in mix.sources]
-        phases = mix.phases
-        if phases is None:
-            weights = [1.0 if entry.weight is None else entry.weight for entry in mix.sources]
-            phases = [{"weights": dict(zip(labels, weights))}]
-        return ([Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources],
-                mixture.Mixture(sources=[{"label": label, "set": ""} for label in labels],
-                                phases=phases))
-    except OSError as error:
-        raise SettingsError(f"{path}: {unreadable(error, 'check the path')}") from error
-    except ValidationError as error:
-        raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
-    except ValueError as error:
-        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
 
 
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
@@ -106,7 +57,7 @@ def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options
 
 def prepare_mixture(kind: str, file: str | Path, output_dir: Path, options: PreparationOptions) -> Path:
     """Prepare each source of a `MixFile` as a separate set, unless it exists; return the mixture's folder."""
-    sources, mixed = read_mix(file)
+    sources, mixed = mixture.read_mix(file)
     for index, (source, entry) in enumerate(zip(sources, mixed.sources), 1):
         show(f"Source {index} of {len(sources)}: {entry.label}")
         entry.set = os.path.join("..", prepare_set(kind, source, output_dir, options).name)
@@ -254,36 +205,13 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
     source = flags.source or "fineweb-edu"
-    folder = prepare_set(kind, source_of(source, NAMES[kind], **fields), output, options)
+    described = source_of(source, NAMES[kind], **fields)
+    if not holds_out and described.path and described.split is None:  # a folder may have such a split
+        with suppress(DataError, SettingsError):
+            list_files(held_out := replace(described, split="validation"))
+            described = held_out
+    folder = prepare_set(kind, described, output, options)
     return folder if only_plan else name_set(folder, source)
-
-
-def name_set(folder: Path, source: str) -> Path:
-    """Name a link to a prepared set after its source; return it, or the folder. Others' links are kept."""
-    plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
-    while not os.path.lexists(plain) and set("*?[") & set(os.path.basename(plain)):
-        plain = os.path.dirname(plain)
-    stem = os.path.basename(plain).split(".")[0]
-    name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:60]
-    if not name:
-        return folder
-
-    def source_in(folder: Path) -> tuple[str, ...]:
-        manifest = read_prepared(folder) if (folder / MANIFEST).is_file() else {}
-        source = manifest and manifest["source"]["sources"][0]
-        return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
-                ) if manifest else ()
-
-    link = folder.with_name(name)
-    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
-        link = folder.with_name(f"{name}-{folder.name[:6]}")
-    temporary = folder.with_name(f".{link.name}.{os.getpid()}")
-    try:
-        temporary.symlink_to(folder.name)
-        temporary.replace(link)
-    except OSError:  # a file system without links
-        return folder
-    return link
 
 
 def is_source(kind: str, path: str) -> bool:

@@ -22,10 +22,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common.activity import tick
-from common.errors import DataError
+from common.errors import DataError, SettingsError
 from common.files import json_sha256
 from common.text import counted
-from config import KIND_OF_STAGE, Config, extension_module
+from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
 from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
@@ -75,14 +75,19 @@ def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> n
 
 @dataclass(frozen=True)
 class Mixing:
-    """Assigns each position of a run on a mixture to a row of one source, without any state.
+    """Assigns each position of a run to a row of one source, without any state.
 
     The first p positions of a phase are divided among the sources in order: each takes its weight's share of
     those that remain, rounded down. So at any time a source's share is exact to about one row.
     """
 
     sizes: tuple[int, ...]  # rows of each source; the rows are numbered source by source
-    phases: tuple[Phase, ...]  # from position 0 on
+    phases: tuple[Phase, ...] = (Phase(0, (1,)),)  # from position 0 on
+    is_complete = True  # data of an extension may still be in preparation
+
+    def has(self, rows: int) -> bool:
+        """Return whether the first `rows` rows of the run are on disk."""
+        return True
 
     def taken(self, positions: np.ndarray) -> np.ndarray:
         """Return the rows taken from each source before each position, int64 (sources, positions)."""
@@ -114,28 +119,21 @@ class Mixing:
 class RowOrder:
     """The rows that one rank reads: a contiguous share of each step's rows, divided into micro-batches."""
 
-    n_rows: int
+    mixing: Mixing
     rows_per_step: int  # over all ranks
     micro_batch_size: int
     seed: int
     rank: int = 0
     world_size: int = 1
-    mixing: Mixing | None = None  # for a mixture
 
     def all_rows(self, step: int) -> np.ndarray:
         positions = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
-        if self.mixing is None:
-            return rows_at(positions, self.n_rows, self.seed)
         return self.mixing.rows_at(positions, self.seed)
 
     def micro_batches(self, step: int) -> np.ndarray:
         """Return this rank's rows; the first ranks may have one micro-batch more."""
         micro_batches = self.all_rows(step).reshape(-1, self.micro_batch_size)
         return np.array_split(micro_batches, self.world_size)[self.rank]
-
-    def is_ready(self, step: int) -> bool:
-        """Return whether the rows of a step are on disk: an extension may read data that grows."""
-        return not hasattr(self.mixing, "has") or self.mixing.has((step + 1) * self.rows_per_step)
 
 
 def first_micro_batch(count: int, rank: int, world_size: int) -> int:
@@ -201,34 +199,43 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
     # The second axis of stored tensors, the pairs of a row, may differ: pad with zeros.
     stored = {}
     for name in batches[0].stored:
-        tensors = [batch.stored[name] for batch in batches]
-        longest = max(tensor.shape[1] for tensor in tensors)
-        stored[name] = joined([torch.cat([tensor, tensor.new_zeros(
-            len(tensor), longest - tensor.shape[1], *tensor.shape[2:])], 1) for tensor in tensors])
+        rows = [row for batch in batches for row in batch.stored[name]]
+        stored[name] = joined([pad_sequence(rows, batch_first=True)])
     return Batch(tokens_BT, targets_BT, document_ids_BT, target_index_M, stored,
                  sum(batch.padding for batch in batches))
 
 
-ReadRows = Callable[[np.ndarray], Batch]
+class SourceRows:
+    """The rows of one split of a prepared set. Calling them with indices returns a batch.
+
+    A subclass defines all that is declared here, `__len__` and `describe`, and with an example set
+    `examples_in`.
+    """
+
+    token_set: shards.TokenSet
+    example_set: ExampleSet | None  # None for text
+    fingerprint: str
+    row_tokens: int
+    content: str  # such as "1,000 tokens"
+    __call__: Callable[[np.ndarray], Batch]
 
 
 @dataclass(frozen=True)
-class TokenRows:
-    """The rows of a token set: row i holds the tokens [i*T, i*T + T]. Call it with indices to get a batch."""
+class TokenRows(SourceRows):
+    """The rows of a token set: row i holds the tokens [i*T, i*T + T]."""
 
     token_set: shards.TokenSet
     row_tokens: int
     document_start_id: int | None = None
+    example_set = None
+    fingerprint = property(lambda self: self.token_set.fingerprint)
+    content = property(lambda self: f"{self.token_set.tokens:,} tokens")
 
     def __len__(self) -> int:
         return (self.token_set.tokens - 1) // self.row_tokens
 
-    @property
-    def fingerprint(self) -> str:
-        return self.token_set.fingerprint
-
     def describe(self) -> str:
-        return f"{self.token_set.tokens:,} tokens"
+        return self.content
 
     def __call__(self, indices: np.ndarray) -> Batch:
         # One more token than a row has, for the last target.
@@ -331,8 +338,8 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
             items -= full * per_bin + rest
 
 
-class ExampleRows:
-    """The rows of an example set; like `TokenRows`, calling it with row indices returns a `Batch`.
+class ExampleRows(SourceRows):
+    """The rows of an example set of chats or pairs.
 
     A chat of n tokens takes n - 1 slots and is one document. A pair is two documents: the prompt with the
     chosen answer (number 2j - 1) and with the rejected one (2j). The rest of a row is padding: id 0, no
@@ -382,6 +389,7 @@ class ExampleRows:
         self.tokens = int(slots[used].sum())
         self.truncated = int((cut_ED < lengths_ED).any(axis=1)[used].sum())
         self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
+        self.content = f"{self.examples:,} {kind}"
 
     def __len__(self) -> int:
         return len(self._bins)
@@ -432,72 +440,92 @@ class ExampleRows:
                 yield document, np.arange(len(document)) >= prompt_tokens
 
 
-# ------------------------------------------------------------------------------------------ rows of a mixture
+# ---------------------------------------------------------------------------------------- rows of all sources
+
+
+class WrappedRows(SourceRows):
+    """The rows of a source with other batches; all else is that of `rows`."""
+
+    rows: SourceRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rows, name)
 
 
 @dataclass(frozen=True)
-class MixedRows:
-    """The rows of a mixture, numbered source by source. Calling it with indices returns a batch."""
+class Rows:
+    """The rows of at least one source, numbered source by source. Calling it with indices returns a batch."""
 
-    mixture: Mixture
-    source_rows: tuple[Any, ...]  # rows of each source, perhaps with stored outputs; None = not read
+    sources: tuple[SourceRows | None, ...]  # None = not read
     mixing: Mixing
     fingerprint: str
+    mixture: Mixture | None = None
     chosen: np.ndarray | None = None  # the rows to read, in this order; None = all
+
+    @classmethod
+    def of(cls, source: SourceRows) -> "Rows":
+        return cls((source,), Mixing((len(source),)), source.fingerprint)
 
     def __len__(self) -> int:
         return sum(self.mixing.sizes) if self.chosen is None else len(self.chosen)
 
     def describe(self) -> str:
+        if self.mixture is None:
+            return self.sources[0].describe()
         if self.chosen is None:
-            tokens = sum(rows.token_set.tokens for rows in self.source_rows)
-            return f"{tokens:,} tokens in a mixture of {counted(len(self.source_rows), 'source')}"
-        sources = zip(self.mixture.sources, self.source_rows, self.mixture.weights[-1])
+            tokens = sum(source.token_set.tokens for source in self.sources)
+            return f"{tokens:,} tokens in a mixture of {counted(len(self.sources), 'source')}"
+        sources = zip(self.mixture.sources, self.sources, self.mixture.weights[-1])
         missing = [source.label for source, rows, weight in sources if weight and rows is None]
         return counted(len(self), "row") + (f" (none of {', '.join(missing)})" if missing else "")
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each row's source, and its number there."""
         indices = indices if self.chosen is None else self.chosen[indices]
         ends = np.cumsum(self.mixing.sizes)
         sources = np.searchsorted(ends, indices, side="right")
         return sources, indices - (ends - self.mixing.sizes)[sources]
 
     def source_table(self, rows: int) -> list[dict[str, Any]]:
-        """Return `source_table` with each source's exact share of a run of this many rows, and its passes."""
+        """Return `source_table` with each source's exact share of a run of this many rows, and its passes.
+
+        Empty without a mixture.
+        """
+        if self.mixture is None:
+            return []
         taken = self.mixing.taken(np.array([rows]))[:, 0].tolist()
         return [entry | {"share": count / max(1, rows), "passes": count / size} for entry, count, size in
                 zip(source_table(self.mixture), taken, self.mixing.sizes)]
 
+    def first_batches(self, count: int, seed: int | None, size: int) -> list[list[np.ndarray]]:
+        """Return the first `count` rows of a run as ascending batches of each source; no seed: in order."""
+        taken = np.minimum(self.mixing.taken(np.array([count]))[:, 0], self.mixing.sizes).tolist()
+        batches = []
+        for source, (read, rows) in enumerate(zip(taken, self.mixing.sizes)):
+            if rows:
+                first = np.arange(read)
+                first = first if seed is None else np.sort(permute(first, rows, seed, 0, source))
+                batches.append(np.split(first, range(size, read, size)))
+        return batches
+
+    def map(self, change: Callable[[SourceRows], SourceRows]) -> "Rows":
+        """Return the rows with `change` applied to each source that is read."""
+        return replace(self, sources=tuple(source and change(source) for source in self.sources))
+
     def __call__(self, indices: np.ndarray) -> Batch:
         sources, within = self.locate(indices)
         positions = [np.flatnonzero(sources == source) for source in np.unique(sources)]
-        batches = [self.source_rows[sources[each[0]]](within[each]) for each in positions]
+        batches = [self.sources[sources[each[0]]](within[each]) for each in positions]
         return batches[0] if len(batches) == 1 else join(batches, np.argsort(np.concatenate(positions)))
-
-
-def rows_by_source(rows) -> tuple:
-    return rows.source_rows if isinstance(rows, MixedRows) else (rows,)
-
-
-def first_batches(rows, count: int, seed: int | None, size: int) -> list[list[np.ndarray]]:
-    """Return the first `count` rows of a run as ascending batches of each source; no seed: in order."""
-    mixing = rows.mixing if isinstance(rows, MixedRows) else Mixing((len(rows),), (Phase(0, (1,)),))
-    taken = np.minimum(mixing.taken(np.array([count]))[:, 0], mixing.sizes).tolist()
-    sources = [np.arange(read) if seed is None else np.sort(permute(np.arange(read), rows, seed, 0, source))
-               for source, (read, rows) in enumerate(zip(taken, mixing.sizes)) if rows]
-    return [np.split(each, range(size, len(each), size)) for each in sources]
-
-
-def map_sources(rows, change: Callable[[Any], Any]):
-    """Return the rows with `change` applied to each source of a mixture, or to all rows."""
-    if isinstance(rows, MixedRows):
-        return replace(rows, source_rows=tuple(each and change(each) for each in rows.source_rows))
-    return change(rows)
 
 
 # ---------------------------------------------------------------------------------------- opening and loading
 
-Rows = TokenRows | ExampleRows | MixedRows  # or prompts, of an extension
+# Filled by extensions: `open_rows` for data that grows, and the rows of an example set of prompts.
+OPENERS: dict[str, Callable] = {}
 
 
 def cache_of(config: Config) -> shards.Cache:
@@ -512,14 +540,12 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
         path = config.validation_data_path
         stored = shards.split_to_validate(Path(path))
     elif config.prepare_ahead:
-        return extension_module("prepare_ahead").open_rows(config, split, tokenizer, verify)
+        return OPENERS["growing"](config, split, tokenizer, verify)
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
-    rows = open_set(config, path, stored, tokenizer, verify)
-    is_packed = isinstance(rows, ExampleRows)
-    content = f"{rows.examples:,} {rows.example_set.kind}" if is_packed else rows.describe()
-    check_rows(config, path, split, len(rows), f"its {content} fill")
-    return rows
+    source = open_set(config, path, stored, tokenizer, verify)
+    check_rows(config, path, split, len(source), f"its {source.content} fill")
+    return Rows.of(source)
 
 
 def count_rows(config: Config, tokenizer) -> int:
@@ -529,7 +555,7 @@ def count_rows(config: Config, tokenizer) -> int:
     return sum(len(open_set(config, each, "train", tokenizer, "never")) for each in sets)
 
 
-def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> Rows:
+def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> SourceRows:
     """Open one split of a single set."""
     cache = cache_of(config)
     if config.training_stage == "pretrain":
@@ -539,8 +565,9 @@ def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: st
     kind = KIND_OF_STAGE[config.training_stage]
     example_set = open_example_set(path, split, kind, tokenizer, verify, cache)
     if kind == "prompts":
-        prompts = extension_module("prompts")
-        return prompts.PromptRows(example_set, config.max_seq_len, config.answer_tokens)
+        if kind not in OPENERS:
+            raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
+        return OPENERS[kind](example_set, config)
     return ExampleRows(example_set, config.max_seq_len, config.document_mask, config.pair_truncation)
 
 
@@ -557,12 +584,12 @@ def check_rows(config: Config, path: str | Path, split: str, rows: int, content:
                         f"tokens, but {reader} reads {needed:,}; prepare more, or lower {lower}")
 
 
-def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:
+def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of a mixture.
 
     Validation always reads the same rows: the first by the last phase's weights, without too small sources.
     """
-    mixture, source_rows, is_training = read_mixture(folder), [], split == "train"
+    mixture, sources, is_training = read_mixture(folder), [], split == "train"
     phases = mixture.phases_of_run(config.max_steps, config.rows_read)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
@@ -570,32 +597,32 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
         stream = shards.read_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
         if not is_training and (tokens < shortest_row or not weight):
-            source_rows.append(None)
+            sources.append(None)
             continue
-        source_rows.append(open_set(config, path, split, tokenizer, verify))
+        sources.append(open_set(config, path, split, tokenizer, verify))
         if tokens < shortest_row:
             raise DataError(f"{path}: its {tokens:,} tokens are fewer than a row of MAX_SEQ_LEN="
                             f"{config.max_seq_len} and one more; prepare more text, or leave "
                             f"{source.label!r} out of the mixture")
-    if not any(source_rows):
+    if not any(sources):
         raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
                         "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")
-    shards.allow_open_files(sum(len(rows.token_set.shards) for rows in source_rows if rows), folder)
-    for rows in filter(None, source_rows if config.training_stage == "dpo" else ()):  # one batch holds all
-        rows.row_tokens = max(each.row_tokens for each in source_rows if each)
-    sizes = tuple(len(rows) if rows else 0 for rows in source_rows)
-    fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in source_rows])
+    shards.allow_open_files(sum(len(rows.token_set.shards) for rows in sources if rows), folder)
+    for rows in filter(None, sources if config.training_stage == "dpo" else ()):  # one batch holds all
+        rows.row_tokens = max(each.row_tokens for each in sources if each)
+    sizes = tuple(len(rows) if rows else 0 for rows in sources)
+    fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in sources])
     if is_training:
         check_rows(config, folder, split, sum(sizes), "its sources fill")
-        return MixedRows(mixture, tuple(source_rows), Mixing(sizes, phases), fingerprint)
-    weights = tuple(weight if rows else 0 for rows, weight in zip(source_rows, phases[-1].weights))
+        return Rows(tuple(sources), Mixing(sizes, phases), fingerprint, mixture)
+    weights = tuple(weight if rows else 0 for rows, weight in zip(sources, phases[-1].weights))
     mixing = Mixing(sizes, (Phase(0, weights),))
     chosen = mixing.rows_at(np.arange(min(config.validation_rows, sum(sizes))), seed=None)
-    return MixedRows(mixture, tuple(source_rows), mixing, fingerprint, chosen)
+    return Rows(tuple(sources), mixing, fingerprint, mixture, chosen)
 
 
 @contextmanager
-def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
+def load_steps(read_rows: Rows, order: RowOrder, device: torch.device,
                count: Callable[[Batch], torch.Tensor], first_step: int = 0,
                ahead: int = 2) -> Iterator[Iterator[tuple[list[Batch], int]]]:
     """A `with` block around an iterator over steps: this rank's micro-batches on the device, and their count.
@@ -612,7 +639,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                 torch.cuda.set_device(device)  # otherwise the thread uses GPU 0 and memory on it
             for step in itertools.count(first_step):
                 free_slots.acquire()
-                while not (closed.is_set() or order.is_ready(step)):
+                while not (closed.is_set() or order.mixing.has((step + 1) * order.rows_per_step)):
                     closed.wait(POLL_SECONDS)
                 if closed.is_set():
                     return
@@ -642,7 +669,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
         thread.join(CLOSING_SECONDS)
 
 
-def validation_batches(read_rows: ReadRows, rows: int, micro_batch_size: int, device: torch.device,
+def validation_batches(read_rows: Rows, rows: int, micro_batch_size: int, device: torch.device,
                        rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
     """Yield one rank's share of the fixed rows 0 to rows - 1, in equally many batches as on other ranks.
 

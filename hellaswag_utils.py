@@ -82,6 +82,8 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     if unused := ", ".join(f"{name} ({count:,})" for name, count in counts.items()):
         belongs = "; HellaSwag itself belongs in HELLASWAG_PATH" if counts["activity_label"] else ""
         notes.append(f"has fields that are not scored: {unused}{belongs}")
+    if any(item.is_question for item in items):
+        notes.append("has questions with choices; each choice is scored after 'Question: ...\\nAnswer:'")
     if items[0].first_label:
         notes.append("has labels that count from 1")
     if cut := sum(task.is_cut for task in tasks):

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Optional
 
 import torch
@@ -154,18 +155,20 @@ def named_tokens(setting: str, special_ids: Mapping[str, int]) -> list[int]:
     return sorted({special_ids[name] for name in names})
 
 
-def untrained_tokens(used_ids: Sequence[int], special_ids: Mapping[str, int], weight_VD: Tensor) -> list[int]:
+def untrained_tokens(used_ids: Sequence[int], special_ids: Mapping[str, int], weight_VD: Tensor,
+                     pieces: Mapping[int, Sequence[int]] = MappingProxyType({})) -> list[int]:
     """Return the ascending ids of the tokens that a base has not learned, by their rows.
 
-    Such a row is nearly zero, or nearly the mean of all rows, where resizing puts new ones: by a hundredth
-    of the usual distance. Or it is close to the reserved tokens: at most twice as far from their mean as the
-    farthest of them.
+    Such a row is nearly zero, or nearly the mean of all rows, where resizing puts new ones, or the mean of
+    the rows of the pieces of its text: by a hundredth of the usual distance. Or it is close to the reserved
+    tokens: at most twice as far from their mean as the farthest of them.
 
     Args:
         used_ids: ids that occur in the data; reserved tokens among them do not count.
         special_ids: ids of the tokenizer's control tokens.
         weight_VD: the base's head. Training moves all of its rows in each step, while the rows of rare tokens
             in an untied embedding stay near their initial values.
+        pieces: ids of the text of each added token without it.
     """
     reserved = sorted({number for name, number in special_ids.items()
                        if re.search("(?<![a-z])reserved", name) and number < len(weight_VD)} - {*used_ids})
@@ -177,7 +180,12 @@ def untrained_tokens(used_ids: Sequence[int], special_ids: Mapping[str, int], we
     limit_C = 0.01 * distance_VC.median(dim=0).values
     if reserved:
         limit_C[2] = 2 * distance_VC[reserved, 2].max()
-    return (distance_VC <= limit_C).any(dim=1).nonzero().flatten().tolist()
+    is_untrained_V = (distance_VC <= limit_C).any(dim=1)
+    for number, ids in pieces.items():
+        if ids and number not in ids and max(number, *ids) < len(rows_VD):
+            mean_D = rows_VD[ids].mean(dim=0)
+            is_untrained_V[number] |= torch.dist(rows_VD[number], mean_D) <= limit_C[1]
+    return is_untrained_V.nonzero().flatten().tolist()
 
 
 def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator,

@@ -135,6 +135,10 @@ class BaseTokenizer:
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
+    def pieces_of_added(self) -> dict[int, list[int]]:
+        """Return the ids of the text of each added token, as if it had not been added."""
+        return {token["id"]: self.encode(token["content"]) for token in self.special_tokens}
+
     def document_ids(self, texts: Iterable[str]) -> array:
         return array("I", chain.from_iterable(map(self.encode_document, texts)))
 
@@ -419,6 +423,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
         later = tokenizers.Tokenizer.from_str(self.tokenizer_json.replace(first, never))
         later.encode_special_tokens = True
         return later
+
+    def pieces_of_added(self) -> dict[int, list[int]]:
+        document = {**json.loads(self.tokenizer_json), "added_tokens": [], "post_processor": None}
+        before = tokenizers.Tokenizer.from_str(json.dumps(document))
+        return {token["id"]: before.encode(token["content"]).ids for token in self.added_tokens}
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)

@@ -1,8 +1,9 @@
-"""Read multiple-choice items: HellaSwag's, and those of other sets in its schema.
+"""Read multiple-choice items: HellaSwag's, and those of other sets in its schema or that of ARC and MMLU.
 
 The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
 `ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
-(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending.
+(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending. A `question` with `choices` has the
+wording of the harness's tasks arc_easy and mmlu_continuation.
 """
 
 import re
@@ -31,6 +32,7 @@ class Item(NamedTuple):
     label: int
     unused: tuple[str, ...] = ()  # fields of the record that are not scored; none for HellaSwag
     first_label: int = 0  # of the file: 0, or 1 if its labels count from 1
+    is_question: bool = False  # the record has a question and choices instead of a context and endings
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
@@ -49,7 +51,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
         raise DataError(f"{setting}{path} contains no items; {advice}")
     if last := next((item for item in items if item.label == len(item.endings)), None):
         if not all(item.label for item in items):
-            raise DataError(f"{last.where}: 'label' is {last.label}, but it must be 0 to {last.label - 1}, "
+            raise DataError(f"{last.where}: its label is {last.label}, but it must be 0 to {last.label - 1}, "
                             "since the file has labels that are 0; correct it")
         items = [item._replace(label=item.label - 1, first_label=1) for item in items]
     return items
@@ -69,26 +71,54 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
             raise invalid(f"{key!r} {flaw}")
         return value
 
-    if "endings" not in record:
+    # The columns: of HellaSwag, or of ARC and MMLU.
+    is_question = "endings" not in record and {"question", "choices"} <= record.keys()
+    if "endings" not in record and (is_hellaswag or not is_question):
+        expected = "; name other sets in EVAL_TASKS" if is_hellaswag else (
+            ", or question, choices and answer, as in MMLU's; write these names")
         raise DataError(f"{where}: has no 'endings'; it has {columns_of(record)}, expected ctx, endings and "
-                        "label, as in HellaSwag's file; write these names")
-    endings, label = record["endings"], record.get("label")
-    with suppress(DataError):  # in CSV, a list is its JSON
-        endings = json_in("endings", endings, list)
+                        f"label, as in HellaSwag's file{expected}")
+    ending_column, label_column = "endings", "label"
+    if is_question:
+        ending_column, label_column = "choices", "answerKey" if "answerKey" in record else "answer"
+
+    # The endings
+    endings, names = record[ending_column], None
+    for kind in (list, dict):
+        with suppress(DataError):  # in CSV, a list is its JSON
+            endings = json_in(ending_column, endings, kind)
+    if is_question and isinstance(endings, list) and all(isinstance(each, dict) for each in endings):
+        endings = {key: [each.get(key) for each in endings] for key in ("text", "label")}
+    if is_question and isinstance(endings, dict):  # as in ARC: {"text": [...], "label": ["A", ...]}
+        endings, names = endings.get("text"), endings.get("label")
     counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
-    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
+    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)) or (
+            names is not None and len(names) != len(endings)):
+        raise invalid(f"{ending_column!r} must be {expected} texts, got {record[ending_column]!r:.60}")
+
+    # The label: a number, a letter, or a name in `choices`
+    label, last = record.get(label_column), string.ascii_uppercase[len(endings) - 1]
     if label in (None, "", -1, "-1"):
         raise DataError(f"{where}: has no label; use the validation split, as the test split has no labels")
-    letters = string.ascii_uppercase[:len(endings)]
     labels = {**{str(number): number for number in range(len(endings) + 1)},
-              **{letter: number for number, letter in enumerate(letters)}}
+              **{letter: number for number, letter in enumerate(string.ascii_uppercase[:len(endings)])}}
+    expected = f"0 to {len(endings) - 1} (or in the whole file 1 to {len(endings)}), or A to {last}"
+    if names is not None:
+        labels = {str(each).upper(): number for number, each in enumerate(names)}
+        expected = f"a label of its choices, {', '.join(map(str, names))}"
     if (name := str(label).strip().upper()) not in labels:
-        raise invalid(f"'label' must be 0 to {len(endings) - 1} (or in the whole file 1 to {len(endings)}), "
-                      f"or A to {letters[-1]}, got {label!r:.60}")
+        raise invalid(f"{label_column!r} must be {expected}, got {label!r:.60}")
+    if isinstance(label, str) and label in endings and labels[name] != endings.index(label) and not names:
+        raise invalid(f"{label_column!r} is {label!r}, a position and also the text of another one of "
+                      f"{ending_column!r}; write the position as a letter, or as a number in JSON")
+
+    # The text
     used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]
-    unused = tuple(sorted(record.keys() - {*used, "endings", "label"}))
+    used = ["question"] if is_question else used
+    unused = tuple(sorted(record.keys() - {*used, ending_column, label_column}))
     context = " ".join(map(text, used))
+    if is_question:
+        context = f"Question: {context.strip()}\nAnswer:"
     if is_hellaswag:
         if "ctx_a" in record:
             context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}"
@@ -96,7 +126,7 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
         endings = [*map(clean, endings)]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    return Item(where, context, endings, labels[name], unused)
+    return Item(where, context, endings, labels[name], unused, is_question=is_question)
 
 
 def clean(text: str) -> str:

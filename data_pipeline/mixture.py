@@ -1,17 +1,19 @@
-"""Mixtures of prepared sets: mixture.json lists the sets and their weights in each phase of a run."""
+"""Mixtures: mixture.json lists sets and their weights in each phase of a run; a file of --mix, sources."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from common.errors import DataError
-from common.files import json_sha256, write_json
-from common.text import aligned
-from data_pipeline.shards import MANIFEST, MIXTURE, read_as, read_manifest
+from common.errors import DataError, SettingsError, unreadable
+from common.files import json_sha256, read_json, write_json
+from common.text import aligned, without_passwords
+from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_as, read_manifest
+from data_pipeline.sources import Source
 
 LABEL_COLUMNS = 32
 WEIGHT_UNITS = 1 << 24  # sum of a phase's integer weights; position * weight stays below 2^63
@@ -86,6 +88,54 @@ class Mixture(BaseModel, strict=True):
     def fingerprint(self, set_fingerprints: Sequence[str]) -> str:
         phases = [[phase.until, weight_units(weights)] for phase, weights in zip(self.phases, self.weights)]
         return json_sha256([*set_fingerprints, phases])
+
+
+# A source in the file of --mix: the fields of `Source`, a weight and a label.
+MixSource = create_model(
+    "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
+    weight=(Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)], None),
+    label=(Annotated[str, Field(min_length=1)], None),
+    **{field.name: (str, field.default) for field in fields(Source)})
+
+
+class MixFile(BaseModel, strict=True, extra="forbid"):
+    """The file of --mix. Weights are those of the sources, or of the phases (by label)."""
+
+    sources: list[MixSource] = Field(min_length=1)
+    phases: list[MixPhase] | None = None
+
+    @model_validator(mode="after")
+    def check_sources(self) -> "MixFile":
+        for index, source in enumerate(self.sources, 1):
+            if bool(source.path) == bool(source.name):
+                raise ValueError(f"source {index}: give either a path (files) or a name (on the hub)")
+            if self.phases is not None and source.weight is not None:
+                raise ValueError(f"source {index}: remove its weight, because the phases have weights")
+        return self
+
+
+def read_mix(path: str | Path) -> tuple[list[Source], Mixture]:
+    """Return the sources in a `MixFile`, and their mixture, whose sets do not exist yet.
+
+    The default label of a source is its path or name.
+    """
+    try:
+        mix = MixFile.model_validate(read_json(Path(path)))
+        labels = [entry.label or without_passwords(entry.path)
+                  or "/".join(filter(None, (entry.name, entry.config))) for entry in mix.sources]
+        phases = mix.phases
+        if phases is None:
+            weights = [1.0 if entry.weight is None else entry.weight for entry in mix.sources]
+            phases = [{"weights": dict(zip(labels, weights))}]
+        return ([Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources],
+                Mixture(sources=[{"label": label, "set": ""} for label in labels],
+                                phases=phases))
+    except OSError as error:
+        raise SettingsError(f"{path}: {unreadable(error, 'check the path')}") from error
+    except ValidationError as error:
+        raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
 
 
 def write_mixture(output_dir: Path, mixture: Mixture) -> Path:

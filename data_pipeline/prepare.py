@@ -7,6 +7,8 @@ disk.
 """
 
 import json
+import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -65,7 +67,7 @@ from tokenizer import Tokenizer
 
 # Part of the key: increase it when tokens or files differ for the same text. RULES is not: it is the version
 # of the split and the labels, which a set of an earlier version keeps, so that its runs resume.
-CODE_VERSION, RULES = 1, 2
+CODE_VERSION, RULES = 1, 3
 CHUNK_CHARACTERS = 1_000_000
 # Up to so many workers are threads if they only tokenize with tiktoken, which lets other threads run. More
 # would wait for each other, and other work, such as rendering chats, does not let others run.
@@ -73,8 +75,8 @@ MAX_THREADS = 4
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
-# The number of items from which on a set is large. With fewer than FEW_DOCUMENTS, the last TAIL of each
-# document is held out.
+# The number of items from which on a set is large. If the hashes hold out none or all of fewer than
+# FEW_DOCUMENTS, the last TAIL of each document is held out.
 SMALL_SET, FEW_DOCUMENTS, TAIL = 4000, 20, 0.1
 # Items of a set that are read ahead, and so many answers to one prompt always stay together.
 COUNTED, MOST_ANSWERS = 10_000, 16
@@ -178,7 +180,8 @@ def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> Spli
     in_order = sorted(Counter(keys).items())
     if requested is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
         return SplitPlan(LARGE_SET_FRACTION, [*common], HELD_OUT)
-    if requested is None and len(in_order) < FEW_DOCUMENTS and not kind.name:
+    few = requested is None and len(in_order) < FEW_DOCUMENTS and not kind.name
+    if few and not 0 < sum(key < fraction for key, _ in in_order) < len(in_order):
         fraction = None
     elif len(keys) < most and in_order and in_order[0][0] >= fraction:  # of all items, hold out at least one
         sums = [*accumulate(count for _, count in in_order)]
@@ -521,13 +524,16 @@ def describe_split(manifest: dict) -> Iterator[str]:
     noun, more = "example" if kind else "document", how_to_get_more(kind, names_of_sources(manifest))
     fraction = manifest.get("held_out", requested)
     trains = "they train on what this one holds out"
-    if "rules" not in manifest:
+    if manifest.get("rules", 0) < (3 if "cut_from_each" in manifest else 2):
         yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it "
                "may train on what other sets hold out; delete its folder to prepare it again")
     elif requested not in (None, HELD_OUT):
         trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
         yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out {HELD_OUT:.0%}, "
                f"so {trains}")
+    elif "cut_from_each" in manifest:
+        yield (f"Split: none or all of these few documents are in the {HELD_OUT:.0%} that other sets hold "
+               "out by hash, so the end of each is held out here, and others may train on it")
     elif (fraction or 0) > HELD_OUT:
         yield (f"Split: no {noun} is in the {HELD_OUT:.0%} that other sets hold out by hash, so others are "
                f"held out here; {trains}")
@@ -537,11 +543,15 @@ def describe_split(manifest: dict) -> Iterator[str]:
                "sets hold out")
     if requested is None:
         requested = min(fraction or 0, HELD_OUT) or HELD_OUT
-    if common := manifest.get("common_openings"):
+    if (common := manifest.get("common_openings")) and total > 1:
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
     if requested and not held_out:
         yield f"Warning: no {noun} fell into validation, 0 of {total:,} instead of {requested:.1%}; {more}"
+    elif manifest["settings"]["validation_fraction"] is None and total < FEW_DOCUMENTS:
+        if 0 < (fraction or 0) <= HELD_OUT:
+            yield (f"Split: {held_out:,} of {counted(total, noun)} in the {HELD_OUT:.0%} that all sets hold "
+                   "out by hash; VALIDATION_FRACTION=0 trains on all")
     elif "cut_from_each" not in manifest and is_far(held_out, requested * total):
         yield (f"Warning: {held_out:,} of {total:,} {noun}s are in validation, "
                f"{held_out / total:.1%} instead of {requested:.1%}, because equal ones"
@@ -560,3 +570,31 @@ def read_prepared(folder: Path) -> dict:
 def names_of_sources(manifest: dict) -> list[str]:
     """Return the path or name of each source; sets of old versions can have several."""
     return [source.get("path") or source["name"] for source in manifest["source"]["sources"]]
+
+
+def name_set(folder: Path, source: str) -> Path:
+    """Name a link to a prepared set after its source; return it, or the folder. Others' links are kept."""
+    plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
+    while not os.path.lexists(plain) and set("*?[") & set(os.path.basename(plain)):
+        plain = os.path.dirname(plain)
+    stem = os.path.basename(plain).split(".")[0]
+    name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:60]
+    if not name:
+        return folder
+
+    def source_in(folder: Path) -> tuple[str, ...]:
+        manifest = read_prepared(folder) if (folder / MANIFEST).is_file() else {}
+        source = manifest and manifest["source"]["sources"][0]
+        return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
+                ) if manifest else ()
+
+    link = folder.with_name(name)
+    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
+        link = folder.with_name(f"{name}-{folder.name[:6]}")
+    temporary = folder.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        temporary.symlink_to(folder.name)
+        temporary.replace(link)
+    except OSError:  # a file system without links
+        return folder
+    return link

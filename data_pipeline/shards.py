@@ -4,6 +4,7 @@ Files are verified once, and monitored while they are read. They are never memor
 mapped file kills the reading process (SIGBUS).
 """
 
+import base64
 import codecs
 import glob
 import hashlib
@@ -14,11 +15,12 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -52,6 +54,7 @@ WIDTH_SAMPLE, MOST_HIGH_BITS, MOST_TEXTLIKE_BYTES = 1 << 15, 4, 64
 MANY_TOKENS, LOW_SHARE = 10_000, 0.25
 SCAN_BYTES = 1 << 22
 FINGERPRINT_BYTES = 4096
+NOT_IDS = 1 << 32  # in place of the size of a vocabulary
 OTHER_OPEN_FILES = 64  # open files of this process besides shards
 
 # ------------------------------------------------------------------------------------------- verified files
@@ -302,7 +305,8 @@ class TokenSet:
     shards: tuple[Shard, ...]
     fingerprint: str
     document_start_id: int | None = None
-    vocab_size: int = 1 << 32
+    vocab_size: int = NOT_IDS
+    used: np.ndarray | None = None  # bool (vocab_size,): whether each id occurs; None = not verified here
     segments: Optional["TokenSet"] = None  # of examples, uint32; see data_pipeline/chats.py
 
     @cached_property
@@ -337,6 +341,16 @@ class TokenSet:
             for start, ids in shard.blocks():
                 shard.check_ids(start, ids, self.vocab_size)
                 yield ids
+
+    def used_ids(self) -> np.ndarray:
+        """Return the ids that occur, ascending; reads all tokens if the files were not verified here."""
+        used = self.used
+        if used is None:
+            used = np.zeros(self.vocab_size, bool)
+            for ids in self.blocks():
+                tick()
+                used[ids] = True
+        return np.flatnonzero(used)
 
 
 # -------------------------------------------------------------------------------------------------- opening
@@ -381,10 +395,10 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         fingerprint = hasher.hexdigest()
     else:
         raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
-    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size, segments)
+    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size,
+                         segments=segments)
     allow_open_files(len(shards), token_set.folder)
-    verify_files(token_set, verify, cache)
-    return token_set
+    return replace(token_set, used=verify_files(token_set, verify, cache))
 
 
 def split_to_validate(path: Path) -> str:
@@ -570,7 +584,7 @@ def is_other_content(head: bytes) -> bool:
 
 
 def check_width(shard: Shard, vocab_size: int) -> None:
-    """Raise DataError if ids without a header seem to have 4 or 8 bytes, or the other byte order."""
+    """Raise DataError if ids without a header seem to have 1, 4 or 8 bytes, or the other byte order."""
     numbers, dtype = shard.read(0, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
     if len(numbers) < 4:
         return
@@ -580,6 +594,14 @@ def check_width(shard: Shard, vocab_size: int) -> None:
             dtype = order + ("u4" if words[:, 2 if order == "<" else 1].any() else "i8")
     if not dtype and numbers.byteswap().max() < vocab_size <= numbers.max():
         dtype = ">u2"
+    with np.errstate(invalid="ignore"):
+        for floats in ("<f4", "<f8"):
+            values = numbers.view(floats)
+            if values.any() and np.all((values == np.floor(values)) & (values >= 0) & (values < vocab_size)):
+                dtype = floats
+    low, high = ({*np.unique(each).tolist()} for each in (numbers & 255, numbers >> 8))
+    if low == high and 1 < len(low) and max(low) < 128:  # of a small vocabulary
+        dtype = "<u1"
     if dtype:
         order, name = "big" if dtype[0] == ">" else "little", shard.path.name
         ids = f"numpy.fromfile({name!r}, {dtype!r}).astype('uint32')"
@@ -600,10 +622,15 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
     return array.dtype.name, array.offset, len(array)
 
 
-def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
-    """Compare every shard with its hash and the vocabulary; store the results for the next start."""
+def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray | None:
+    """Compare every shard with its hash and the vocabulary; return which ids occur.
+
+    The results are stored for the next start. Verification "never" returns None.
+    """
     if verify == "never":
-        return
+        return None
+    has_ids = token_set.vocab_size < NOT_IDS
+    used = np.zeros(token_set.vocab_size * has_ids, bool)
     for folder in {shard.path.parent: None for shard in token_set.shards}:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
         # Stored results of all possible folders; the preferred one takes precedence.
@@ -617,12 +644,13 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
             result = known.get(shard.path.name)
             is_known = (isinstance(result, dict) and result.items() >= file_stamp(shard.status).items()
                         and isinstance(result.get("max_id"), int)
+                        and (not has_ids or isinstance(result.get("used"), str))
                         and (shard.sha256 is not None or result.get("start_id", -1) == start_id)
                         and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
             if verify == "always" or not is_known:
                 due.append(shard)
         # Scan the other files, and store the results in the first writable folder.
-        for shard, result in zip(due, _scan_all(due, start_id)):
+        for shard, result in zip(due, _scan_all(due, start_id, len(used))):
             known[shard.path.name] = file_stamp(shard.status) | result
         for cached in caches if due else ():
             with suppress(OSError):
@@ -638,8 +666,12 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
             if result["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():
                     shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id
+            if has_ids:
+                bits = np.frombuffer(zlib.decompress(base64.b64decode(result["used"])), np.uint8)
+                used |= np.unpackbits(bits, count=len(used)).view(bool)
         if shards[0].sha256 is None:
             say_doubts(shards, [known[shard.path.name] for shard in shards], token_set)
+    return used
 
 
 def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: TokenSet) -> None:
@@ -658,7 +690,7 @@ def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: Toke
                  "another tokenizer's, set TOKENIZER_PATH to it")
 
 
-def _scan_all(shards: Sequence[Shard], start_id: Optional[int]) -> list[dict]:
+def _scan_all(shards: Sequence[Shard], start_id: Optional[int], vocab_size: int) -> list[dict]:
     """Scan the files in threads (hashing releases the GIL), with a progress bar if this takes seconds."""
     size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
@@ -669,22 +701,30 @@ def _scan_all(shards: Sequence[Shard], start_id: Optional[int]) -> list[dict]:
             bar.update(read)
 
     with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda shard: _scan(shard, start_id, advance), shards))
+        return list(pool.map(lambda shard: _scan(shard, start_id, vocab_size, advance), shards))
 
 
-def _scan(shard: Shard, start_id: Optional[int], advance: Callable[[int], None]) -> dict:
-    """Read a whole file; return its largest id and, from a manifest, its SHA-256, else counts of ids."""
+def _scan(shard: Shard, start_id: Optional[int], vocab_size: int, advance: Callable[[int], None]) -> dict:
+    """Read a whole file; return its largest id, which ids occur, and its SHA-256 or counts of ids.
+
+    A file of a manifest has the hash. Which ids occur is a bit each, compressed; None without a vocabulary
+    or with ids beyond it.
+    """
     hasher, max_id, starts, zeros = hashlib.sha256(), 0, 0, 0
+    used = np.zeros(vocab_size, bool)
     hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
     for _, ids in shard.blocks():
         hasher.update(ids)
         max_id = max(max_id, int(ids.max()))
+        if max_id < vocab_size:
+            used[ids.astype(np.intp)] = True  # faster than narrower indices
         if shard.sha256 is None:
             starts += int(np.count_nonzero(ids == start_id))
             zeros += len(ids) - int(np.count_nonzero(ids))
         advance(ids.nbytes)
     counts = {"start_id": start_id, "starts": starts, "zeros": zeros} if shard.sha256 is None else {}
-    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, **counts}
+    bits = base64.b64encode(zlib.compress(np.packbits(used))).decode() if max_id < vocab_size else None
+    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, "used": bits, **counts}
 
 
 # -------------------------------------------------------------------------------------------------- writing

@@ -28,7 +28,6 @@ from common.text import counted, printable
 from config import EXTENSION_SECTIONS, LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, LogConfig
 from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
-from dataloaders import MixedRows, rows_by_source
 from extensions.cost import parameter_count
 from extensions.report.console import trained_count
 from extensions.report.data import segments, setting_lines
@@ -289,15 +288,12 @@ def data_sets(run: Run) -> Iterator[dict[str, Any]]:
     taken = run.progress.step * config.rows_per_step
     path = str(config.data_path)
     shares = [{"source": run_and_step(path), "share": 1.0, "passes": taken / len(rows)}]
-    if isinstance(rows, MixedRows):
-        shares = rows.source_table(taken)
-    for source_rows, entry in zip(rows_by_source(rows), shares):
-        is_complete = getattr(source_rows, "is_complete", True)
-        source_rows = getattr(source_rows, "rows", source_rows)  # without stored outputs
-        folder = source_rows.token_set.folder
-        documents, made, hub_name = made_from(folder / (DATA_MANIFEST if is_complete else JOURNAL))
-        yield entry | {"documents": documents, "tokens": source_rows.token_set.tokens, "made_from": made,
-                       "fingerprint": source_rows.fingerprint, "hub_name": hub_name}
+    for source, entry in zip(rows.sources, rows.source_table(taken) or shares):
+        folder = source.token_set.folder
+        manifest = folder / (DATA_MANIFEST if rows.mixing.is_complete else JOURNAL)
+        documents, made, hub_name = made_from(manifest)
+        yield entry | {"documents": documents, "tokens": source.token_set.tokens, "made_from": made,
+                       "fingerprint": source.fingerprint, "hub_name": hub_name}
 
 
 @cache

@@ -28,7 +28,7 @@ from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import ChatFormat, load_chat_format
-from dataloaders import MixedRows, Rows, open_rows
+from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate, never_sample
@@ -47,7 +47,7 @@ from plan.layers import Layer
 from plan.names import validate
 from plan.starts import Start
 from run.build import Base, choose_objective
-from run.extensions import Extension
+from run.extensions import Extension, load_extensions
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
 from run.run import Inputs, Progress, Run
@@ -113,17 +113,14 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
     chat_format = load_chat_format(tokenizer)
     header = header_of(chat_format)
-    for row in range(len(rows)):
-        source_rows, within = rows, row
-        if isinstance(rows, MixedRows):
-            source, within = (int(each[0]) for each in rows.locate(np.array([row])))
-            source_rows = rows.source_rows[source]
-        for example in source_rows.examples_in(within).tolist():
-            ids, segments = source_rows.example_set.read(example)
+    for number, row in zip(*rows.locate(np.arange(len(rows)))):
+        source = rows.sources[number]
+        for example in source.examples_in(row).tolist():
+            ids, segments = source.example_set.read(example)
             ends, targets = np.cumsum(segments >> LENGTH_SHIFT), np.flatnonzero(segments & TARGET)
-            answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
+            answer = targets[0 if source.example_set.kind == "pairs" else -1]
             start, end = ends[answer - 1:answer + 1].tolist()
-            if end <= source_rows.most:
+            if end <= source.most:
                 ids = ids[:end].tolist()
                 # A template's {% generation %} may include the header, and what follows the end of the turn.
                 places = range(start, min(start + len(header), end) + 1)
@@ -356,6 +353,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                          f"up to MAX_SEQ_LEN={config.max_seq_len:,}")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
+    load_extensions(config, context.log.info)  # some open rows of their own
     read = partial(open_evaluation_inputs, config, tokenizer)
     verified = ranks.on_rank0(lambda: read(config.verify_data))
     measured = ranks.raise_on_all(lambda: verified or read("never"))
@@ -367,7 +365,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     rows = inputs.validation_rows
     if rows is not None and tokenizer.byte_lengths is None:
         context.log.info("Bits per byte are not available, because the tokenizer is not byte-level")
-    if any(getattr(source, "truncated", 0) for source in getattr(rows, "source_rows", [rows])):
+    if any(getattr(source, "truncated", 0) for source in (rows.sources if rows else ())):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))

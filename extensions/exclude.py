@@ -26,7 +26,7 @@ from data_pipeline.prepare import DOCUMENTS, cut_tails, read_prepared
 from data_pipeline.shards import dtype_for
 from data_pipeline.sources import Reading, Source
 from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
-from dataloaders import Batch, MixedRows, Rows, TokenRows
+from dataloaders import Batch, Rows, SourceRows, WrappedRows
 from extensions.settings import Selector, read_selectors
 from model_kernels.head import IGNORE_INDEX
 from run.extensions import Extension
@@ -39,12 +39,12 @@ from run.run import Inputs
 class Examples:
     """The documents, chats, pairs or prompts of a source of the training split."""
 
-    rows: Any  # TokenRows, ExampleRows or PromptRows
+    rows: SourceRows
     label: str  # of the source in a mixture
     tokenizer: Any
 
     def __post_init__(self):
-        if hasattr(self.rows, "example_set"):
+        if self.rows.example_set:
             self.starts_E = self.rows.example_set.starts
             return
         first, starts = 0, [np.zeros(1, np.int64)]  # the first token always starts a document
@@ -63,15 +63,15 @@ class Examples:
 
     def text(self, example: int) -> str:
         """Return an example as text without control tokens, of a prompt without its record."""
-        example_set, ids = getattr(self.rows, "example_set", None), self.ids(example)
-        if example_set is not None and example_set.kind == "prompts":
+        example_set, ids = self.rows.example_set, self.ids(example)
+        if example_set and example_set.kind == "prompts":
             ids = ids[:example_set.first_targets[example]]
         return self.tokenizer.control_pattern.sub("\n", self.tokenizer.decode(ids.tolist())).strip()
 
     def in_rows(self, indices: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the examples of each row, in order."""
         for row in indices.tolist():
-            if hasattr(self.rows, "example_set"):
+            if self.rows.example_set:
                 yield self.rows.examples_in(row)
                 continue
             first = row * self.rows.row_tokens
@@ -133,7 +133,7 @@ def hashes_at(folder: Path, places: Iterable[str], tokenizer: Any) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class ExcludedRows:
+class ExcludedRows(WrappedRows):
     """Rows in which some examples are neither targets nor attended to.
 
     Those of pairs and prompts have `stored["kept_BP"]`: 1 for an example that counts, and 0 for others.
@@ -143,18 +143,12 @@ class ExcludedRows:
     out_E: np.ndarray
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> SourceRows:
         return self.source.rows
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rows, name)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __call__(self, indices: np.ndarray) -> Batch:
         rows, batch = self.rows, self.rows(indices)
-        if isinstance(rows, TokenRows):
+        if rows.example_set is None:
             tokens_BT = indices[:, None] * rows.row_tokens + np.arange(rows.row_tokens + 1)
             out_BT = self.out_E[np.searchsorted(self.source.starts_E, tokens_BT, "right") - 1]
             out_BT = torch.from_numpy(out_BT[:, :-1] | out_BT[:, 1:])  # as an input, or as a target
@@ -174,43 +168,44 @@ class ExcludedRows:
 class Excluded(NamedTuple):
     """What a file of selectors leaves out of the training split."""
 
-    rows: Rows  # without it
-    sources: list[ExcludedRows]
+    rows: Rows  # without it, of ExcludedRows
     counts: Counter  # examples by selector
 
     def in_rows(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the source and the examples of each row."""
-        is_mixed = isinstance(self.rows, MixedRows)
-        for source, row in zip(*(self.rows.locate(indices) if is_mixed else (0 * indices, indices))):
-            yield source, next(self.sources[source].source.in_rows(np.array([row])))
+        for source, row in zip(*self.rows.locate(indices)):
+            yield source, next(self.rows.sources[source].source.in_rows(np.array([row])))
 
     def affects(self, indices: np.ndarray) -> bool:
-        return any(self.sources[source].out_E[each].any() for source, each in self.in_rows(indices))
+        return any(self.rows.sources[source].out_E[each].any() for source, each in self.in_rows(indices))
 
     @property
     def total(self) -> int:
-        return sum(int(each.out_E.sum()) for each in self.sources)
+        return sum(int(each.out_E.sum()) for each in self.rows.sources)
 
     def examples(self) -> Iterator[tuple[Examples, int]]:
         """Yield the source and the number of each example that is left out."""
-        for each in self.sources:
+        for each in self.rows.sources:
             yield from ((each.source, number) for number in np.flatnonzero(each.out_E).tolist())
 
     def describe(self) -> str:
-        examples = sum(len(each.source) for each in self.sources)
-        tokens = sum(int(np.diff(each.source.starts_E)[each.out_E].sum()) for each in self.sources)
-        share = tokens / sum(each.token_set.tokens for each in self.sources)
+        sources = self.rows.sources
+        examples = sum(len(each.source) for each in sources)
+        tokens = sum(int(np.diff(each.source.starts_E)[each.out_E].sum()) for each in sources)
+        share = tokens / sum(each.token_set.tokens for each in sources)
         return f"{self.total:,} of {counted(examples, 'example')} ({share:.2%} of the tokens)"
 
 
 def exclude(rows: Rows, tokenizer: Any, selectors: Sequence[Selector]) -> Excluded:
     """Return the rows without the examples that the selectors name."""
-    counts, is_mixed = Counter(), isinstance(rows, MixedRows)
-    labels = [source.label for source in rows.mixture.sources] if is_mixed else [""]
-    sources = [ExcludedRows(examples, examples.hits(selectors, counts)) for label, each in
-               zip(labels, rows.source_rows if is_mixed else [rows])
-               for examples in [Examples(each, label, tokenizer)]]
-    return Excluded(replace(rows, source_rows=tuple(sources)) if is_mixed else sources[0], sources, counts)
+    counts = Counter()
+    labels = iter([source.label for source in rows.mixture.sources] if rows.mixture else [""])
+
+    def without(source: SourceRows) -> ExcludedRows:
+        examples = Examples(source, next(labels), tokenizer)
+        return ExcludedRows(examples, examples.hits(selectors, counts))
+
+    return Excluded(rows.map(without), counts)
 
 
 class Exclude(Extension):
@@ -229,7 +224,7 @@ class Exclude(Extension):
             raise DataError(f"EXCLUDE_DATA={config.exclude_data}: {missed[0]!r}{more} names nothing in the "
                             "training split, perhaps because it is held out for validation; remove it")
         digest = hashlib.sha256()
-        for each in excluded.sources:
+        for each in excluded.rows.sources:
             digest.update(np.packbits(each.out_E))
         self.sha256 = digest.hexdigest()
         return replace(inputs, rows=excluded.rows,

@@ -23,7 +23,7 @@ from common.errors import CheckpointError, DataError, PaddockError, SettingsErro
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import command, counted, print_safely, show, status_line
 from config import SAMPLE, Config, rules
-from dataloaders import MixedRows, cache_of, rows_by_source
+from dataloaders import cache_of
 from extensions import cost
 from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
@@ -149,6 +149,8 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
         raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
                         f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
     checked = Check(planned)
+    with checked.entry("extensions"):
+        load_extensions(planned.config, partial(checked.line, "extensions", mark="warn"))
     checked.complete(partial(make_plan, argv, None))
     plan = checked.planned
     sources = [where for name, where in plan.sources.items() if name != "check"]
@@ -156,8 +158,6 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")
     checked.messages("settings", plan.notes, plan.warnings)
-    with checked.entry("extensions"):
-        load_extensions(plan.config, partial(checked.line, "extensions", mark="warn"))
     checked.check_inputs()
     checked.check_start()
     checked.check_hardware()
@@ -285,7 +285,7 @@ class Check:
 
         if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):
-                for rows in rows_by_source(self.inputs.rows):
+                for rows in self.inputs.rows.sources:
                     folder, why = cache_of(config).folder_to_write(rows.token_set.folder, rows.fingerprint)
                 reason = f" ({why})" if why else ""
                 self.line("cache", "the reference's log-probabilities are computed once and stored in "
@@ -360,7 +360,7 @@ class Check:
             if config.compile and not is_planned and model_utils.why_not_compile(config, self.device.type):
                 config = config.model_copy(update={"compile": False})
             if self.inputs and config.training_stage == "dpo":  # rows may be longer, for pairs that need it
-                length = rows_by_source(self.inputs.rows)[0].row_tokens
+                length = self.inputs.rows.sources[0].row_tokens
                 config = config.model_copy(update={"max_seq_len": length,
                                                    "total_batch_size": config.rows_per_step * length})
             with self.entry("memory"):
@@ -393,9 +393,9 @@ class Check:
         if config.max_steps < TRIAL_STEPS:
             return
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
-        if inputs and isinstance(inputs.rows, MixedRows):
-            passes, source = max((fact["passes"], f" of {fact['source']}") for fact in inputs.sources(config))
-        elif inputs and getattr(inputs.rows, "is_complete", True):
+        if table := inputs and inputs.sources(config):
+            passes, source = max((fact["passes"], f" of {fact['source']}") for fact in table)
+        elif inputs and inputs.rows.mixing.is_complete:
             passes = config.max_steps * config.rows_read / len(inputs.rows)
         most_steps = int(config.max_steps * most_passes / passes) if passes else optimal
         if optimal and tokens < UNDERTRAINED * config.matrix_count:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import extensions.prompts  # noqa: F401 (registers its rows)
 import train
 from checkpoint import schema
 from common.activity import phase, tick

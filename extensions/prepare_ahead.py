@@ -23,7 +23,7 @@ from config import Config
 from data_pipeline import shards
 from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
-from dataloaders import Batch, TokenRows, cache_of, check_rows, permute
+from dataloaders import OPENERS, Batch, Rows, SourceRows, TokenRows, cache_of, check_rows, permute
 from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
 from extensions.report.console import times_read
 from parallel.ranks import collective
@@ -33,8 +33,8 @@ from run.run import Inputs, Run, save_checkpoint
 REPORT_SECONDS = 30.0
 
 
-class AheadRows:
-    """Rows of a set of which shards may still be prepared, and their order; like `TokenRows` and `Mixing`.
+class AheadRows(SourceRows):
+    """Rows of a set of which shards may still be prepared, and their order, in place of a `Mixing`.
 
     Shards are opened when they are needed. The training loop and the loader's thread both use it.
     """
@@ -46,10 +46,13 @@ class AheadRows:
         self.fingerprint = self.entries[0].sha256
         shards.check_manifest(self.folder, self.prepared.manifest, tokenizer, "documents")
         if self.is_complete:
-            check_rows(config, config.data_path, "train", len(self), f"its {self.describe()} fill")
+            check_rows(config, config.data_path, "train", len(self), f"its {self.content} fill")
         self.has(config.rows_read)
 
-    mixing = property(lambda self: self)
+    example_set = None
+    content = property(lambda self: f"{self.prepared.tokens:,} tokens")
+    row_tokens = property(lambda self: self.config.max_seq_len)
+    sizes = property(lambda self: (len(self),))
     token_set = property(lambda self: self.rows.token_set)
     is_complete = property(lambda self: self.prepared.is_complete)
     entries = property(lambda self: self.prepared.manifest.splits["train"].shards)
@@ -61,7 +64,7 @@ class AheadRows:
         return self.rows(indices)
 
     def describe(self) -> str:
-        return f"{self.prepared.tokens:,} tokens{'' if self.is_complete else ', and more are being prepared'}"
+        return self.content + ", and more are being prepared" * (not self.is_complete)
 
     def look(self) -> None:
         """Learn of new shards."""
@@ -142,10 +145,11 @@ class StartOfShard(shards.Shard):
         return self.ids[start:start + count]
 
 
-def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows | TokenRows:
+def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     """Open one split; of validation, the tokens so far, of which evaluations only read the first rows."""
     if split == "train":
-        return AheadRows(config, tokenizer, verify)
+        rows = AheadRows(config, tokenizer, verify)
+        return Rows((rows,), rows, rows.fingerprint)
     folder = folder_of(config)
     manifest, held_out, is_complete = look(folder)
     stream, files = manifest.splits[split], []
@@ -159,9 +163,9 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows |
         ids = np.fromfile(path, np.dtype(manifest.dtype).newbyteorder("<"), unfinished, offset=start)
         files.append(StartOfShard(path, manifest.dtype, start, len(ids), ids=ids))
     rows = token_rows(config, manifest, files, tokenizer)
-    check_rows(config, folder, split, len(rows), f"its {rows.describe()} fill")
+    check_rows(config, folder, split, len(rows), f"its {rows.content} fill")
     digest = hashlib.sha256(rows.token_set.read(0, min(held_out, wanted)).tobytes()).hexdigest()
-    return replace(rows, token_set=replace(rows.token_set, fingerprint=digest))
+    return Rows.of(replace(rows, token_set=replace(rows.token_set, fingerprint=digest)))
 
 
 class PrepareAhead(Extension):
@@ -174,7 +178,7 @@ class PrepareAhead(Extension):
         self.was_reported, self.looks_at = False, 0.0
 
     def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
-        self.rows = inputs.rows if config.prepare_ahead else None
+        self.rows = inputs.rows.sources[0] if config.prepare_ahead else None
         self.was_reported = self.rows is None or self.rows.is_complete
         return inputs
 
@@ -264,4 +268,5 @@ def on_all_ranks(error: DataError | CheckpointError) -> DataError | CheckpointEr
     return error
 
 
+OPENERS["growing"] = open_rows
 EXTENSION = PrepareAhead

@@ -6,12 +6,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
 from common.text import counted
+from config import Config
 from data_pipeline.chats import ExampleSet
-from dataloaders import Batch, permute
+from dataloaders import OPENERS, Batch, SourceRows, permute
 from model_kernels.head import IGNORE_INDEX
 
 
-class PromptRows:
+class PromptRows(SourceRows):
     """The prompts of an example set, one per row; calling it with indices returns a `Batch` without targets.
 
     A batch's `stored` has `prompt_B1`, the tokens of each prompt, and `record_BR`, its record as JSON in
@@ -31,6 +32,7 @@ class PromptRows:
                             "lower GRPO_MAX_TOKENS")
         self._examples = used[permute(np.arange(len(used)), len(used), 0, 0)]
         self.truncated, self.left_out = 0, len(example_set) - len(used)
+        self.content = counted(len(self), "prompt")
         self.fill = float(example_set.first_targets[used].mean()) / row_tokens
 
     def __len__(self) -> int:
@@ -38,7 +40,7 @@ class PromptRows:
 
     def describe(self) -> str:
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
-        return f"{counted(len(self), 'prompt')}{left_out}"
+        return f"{self.content}{left_out}"
 
     def examples_in(self, row: int) -> np.ndarray:
         return self._examples[row:row + 1]
@@ -53,3 +55,10 @@ class PromptRows:
             records.append(torch.from_numpy(ids[length:].astype(np.int64)))
         stored = {"prompt_B1": torch.tensor(lengths), "record_BR": pad_sequence(records, batch_first=True)}
         return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE_INDEX), stored=stored)
+
+
+def prompt_rows(example_set: ExampleSet, config: Config) -> PromptRows:
+    return PromptRows(example_set, config.max_seq_len, config.answer_tokens)
+
+
+OPENERS["prompts"] = prompt_rows

@@ -24,7 +24,7 @@ from common.errors import DataError
 from common.files import FileLock, atomic_write, disk_errors
 from common.text import counted
 from data_pipeline.shards import Cache
-from dataloaders import Batch, ExampleRows
+from dataloaders import Batch, ExampleRows, WrappedRows
 from learn.objectives import frozen_logprobs
 from parallel.ranks import RunContext, collective
 
@@ -86,14 +86,11 @@ class OutputStore:
 
 
 @dataclass(frozen=True)
-class ReferencedRows:
+class ReferencedRows(WrappedRows):
     """Rows of pairs; their batches contain `stored["reference_BP2"]`."""
 
     rows: ExampleRows
     logprob_E2: Tensor  # of the chosen and the rejected answer; NaN for pairs that the run does not read
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __call__(self, indices: np.ndarray) -> Batch:
         batch = self.rows(indices)

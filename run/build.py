@@ -5,12 +5,12 @@ replay and --check share these functions. Only the lock is written into the run'
 """
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -37,6 +37,7 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
+from run.extensions import load_extensions
 from run.facts import (
     Opened,
     Remake,
@@ -196,7 +197,7 @@ def on_this_machine(plan: Plan) -> Plan:
 def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> Opened:
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
-    opened, here = open_inputs(plan.config, verifies, warn), socket.gethostname()
+    opened, here = open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
     if other := differences(plan.identities["data"], identity_of_data(plan.config, opened.inputs)):
         raise DataError(f"{here}: {plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
@@ -341,9 +342,9 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: B
         provenance["adapters_sha256"] = base.adapters["sha256"]
 
     def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
-        read = iter(dataloaders.first_batches(rows, count, seed, config.micro_batch_size) if rows else ())
-        return rows and dataloaders.map_sources(rows, lambda source_rows: with_reference(
-            outputs, source_rows, next(read), split, provenance, frozen))
+        read = iter(rows.first_batches(count, seed, config.micro_batch_size) if rows else ())
+        return rows and rows.map(lambda source: with_reference(
+            outputs, source, next(read), split, provenance, frozen))
 
     rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
     held_out = attach("validation", inputs.validation_rows, config.validation_rows)

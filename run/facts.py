@@ -41,7 +41,6 @@ from run.folder import RunFolder, earlier_runs, make_and_lock
 from run.run import Inputs, recorded_identity
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
-MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
 Remake = Callable[[Known], Plan]  # make_plan with what was found out about the start's files
 
 
@@ -55,6 +54,7 @@ class Opened(NamedTuple):
 def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolder, Opened]:
     """Return the complete plan, the run's folder, locked until `stack` closes, and the opened inputs."""
     messages: list[str] = []
+    extensions = load_extensions(plan.config, messages.append)
     plan, known = find_files(plan, remake)
     device = prepare_device(plan.config)
     provide_sample(plan.config)
@@ -62,7 +62,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolde
     folder = stack.enter_context(make_and_lock(plan.config, messages.append))
     if remake(known).start != plan.start:
         raise CheckpointError(f"{folder.path} has been continued by another job meanwhile; start again")
-    opened = open_inputs(plan.config, True, messages.append)
+    opened = open_inputs(plan.config, True, extensions)
     plan = with_tokens(with_identities(plan, opened.inputs, folder.path), opened.inputs)
     process.write_marker(process.SETTINGS, json.dumps(plan.of_files()))
     return plan.changed((), messages), folder, opened
@@ -135,9 +135,9 @@ def provide_sample(config: Config) -> None:
         raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
 
 
-def open_inputs(config: Config, verify: bool, warn: Callable[[str], Any]) -> Opened:
+def open_inputs(config: Config, verify: bool, extensions: list[Extension]) -> Opened:
     """Open the inputs as the run's extensions change them; one rank of a machine verifies for the others."""
-    inputs, extensions = read_inputs(config, verify), load_extensions(config, warn)
+    inputs = read_inputs(config, verify)
     for each in extensions:
         inputs = each.inputs(config, inputs, config.verify_data if verify else "never")
     return Opened(inputs, extensions)
@@ -154,7 +154,7 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     train = dataloaders.open_rows(config, "train", tokenizer, mode)
     is_kto = config.preference_objective == "kto"
     if config.training_stage == "dpo" and any(
-            is_kto == (rows.example_set.labels is None) for rows in dataloaders.rows_by_source(train)):
+            is_kto == (source.example_set.labels is None) for source in train.sources):
         content, other = ("pairs", "unpaired answers") if is_kto else ("unpaired answers", "pairs")
         remedy = "dpo, orpo or simpo" if is_kto else "kto"
         raise DataError(f"{config.data_path} has {content}, but PREFERENCE_OBJECTIVE="
@@ -163,6 +163,8 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
     held_out, own = f", {rows.describe()} held out" if rows else "", config.validation_data_path
+    if own and rows and rows.fingerprint == train.fingerprint:
+        own += ": the same tokens that the run trains on"
     held_out += (f" ({own})" if rows else f" ({own} is not read: VALIDATE_EVERY=0)") if own else ""
     return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
                   description=f"{train.describe()}{held_out} from {config.data_path}")
@@ -181,11 +183,7 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 
 def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
     """Return the identity of the prepared data that a run reads."""
-    prepared = []
-    for rows in dataloaders.rows_by_source(inputs.rows):
-        prepared.append({})  # token files of other programs have no manifest
-        with suppress(OSError, ValueError):
-            prepared[-1] = read_json(rows.token_set.folder / "manifest.json").get("settings", {})
+    prepared = [prepared_settings(source.token_set.folder) for source in inputs.rows.sources]
     return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],
@@ -357,10 +355,15 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
     if start.folder is None or SUPPRESSED in generation and not start.continues:
         seen = {*generation[SUPPRESSED]} if start.folder else None
         generation |= {SUPPRESSED: unseen_tokens(inputs, seen, config.training_stage)}
-    token_ids, untrained = {}, []
+    token_ids, untrained, messages = {}, [], []
     if config.lora_enabled and not start.has_adapters and config.lora_train_tokens != "none":
-        token_ids, untrained = token_ids_to_train(config, inputs, Path(start.base), start.layers)
-    return replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
+        token_ids, untrained, learned = token_ids_to_train(config, inputs, Path(start.base), start.layers)
+        if learned:
+            names = inputs.tokenizer.decode(learned[:5]) + " ..." * (len(learned) > 5)
+            messages.append(f"LORA_TRAIN_TOKENS=auto: the base seems to have learned {names}; rows drawn at "
+                            "random or from other words look like that, so name tokens that are new")
+    plan = replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
+    return plan.changed(messages)
 
 
 def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
@@ -369,29 +372,29 @@ def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) ->
     tokenizer = inputs.tokenizer
     unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
     unseen = unseen if candidates is None else candidates
-    if sum(rows.token_set.tokens for rows in dataloaders.rows_by_source(inputs.rows)) > MOST_READ_TOKENS:
-        return []
     if unseen and stage != "grpo":  # whose records are stored among the tokens, as bytes
         unseen -= {*inputs.used_ids()}
     return sorted(unseen)
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path, cut: Optional[int] = None
-                       ) -> tuple[huggingface.TokenIds, list[int]]:
+                       ) -> tuple[huggingface.TokenIds, list[int], list[int]]:
     """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects.
 
     `auto` selects tokens of the data that the base has not learned, and the rows that it lacks. Also return
-    the other tokens that it has not learned.
+    the other tokens that it has not learned, and the added ones of the data that it seems to have learned.
     """
     layers = ["tok_embeddings"] + ([] if config.tie_embeddings else ["output"])
-    setting, tokenizer, others = config.lora_train_tokens, inputs.tokenizer, []
+    setting, tokenizer, others, learned = config.lora_train_tokens, inputs.tokenizer, [], []
     if setting != "auto":
         ids = lora.named_tokens(setting, tokenizer.special_ids)
     else:
         used, rows = inputs.used_ids(), huggingface.vocabulary_rows(huggingface.load_model_weights(base))
         parameters = model_utils.read_parameters(base, config, rows, layers=cut)
         head = parameters[f"{layers[-1]}.weight"].first_rows(rows)
-        untrained = {*lora.untrained_tokens(used, tokenizer.special_ids, head.full())}
+        pieces = tokenizer.pieces_of_added()
+        untrained = {*lora.untrained_tokens(used, tokenizer.special_ids, head.full(), pieces)}
         ids = sorted(untrained.intersection(used).union(range(rows, tokenizer.vocab_size)))
         others = sorted(untrained.difference(used, range(tokenizer.vocab_size, rows)))
-    return dict.fromkeys(layers, ids), others
+        learned = sorted(pieces.keys() & {*used} - {*ids})
+    return dict.fromkeys(layers, ids), others, learned

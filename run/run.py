@@ -26,7 +26,7 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors
 from common.text import counted
 from config import Config
-from dataloaders import MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
+from dataloaders import RowOrder, Rows, load_steps, validation_batches
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
@@ -57,15 +57,13 @@ class Inputs:
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
-        mixing = getattr(self.rows, "mixing", None)
         micro_batch_size = config.micro_batch_size // config.answers_per_prompt
-        return RowOrder(len(self.rows), config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
-                        ranks.world_size, mixing)
+        return RowOrder(self.rows.mixing, config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
+                        ranks.world_size)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:
         """Return a mixture's table of sources as JSON; empty for other data."""
-        rows = config.max_steps * config.rows_read
-        return self.rows.source_table(rows) if isinstance(self.rows, MixedRows) else []
+        return self.rows.source_table(config.max_steps * config.rows_read)
 
     def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
         """Return the derived shape and the hashes of the inputs, to compare with those `saved` before.
@@ -78,11 +76,10 @@ class Inputs:
                 f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
 
     def used_ids(self) -> list[int]:
-        """Return the token ids that occur in the training split, ascending; reads all of it."""
+        """Return the token ids that occur in the training split, ascending."""
         used = np.zeros(self.tokenizer.vocab_size, bool)
-        for rows in rows_by_source(self.rows):
-            for block in rows.token_set.blocks():
-                used[block] = True
+        for source in self.rows.sources:
+            used[source.token_set.used_ids()] = True
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):

@@ -118,7 +118,8 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, m
 
 
 def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, tokenizer_path):
-    acts = [f"Act {number}\n" + "\n\n".join(stories(40, seed=number)) for number in range(3)]
+    acts = [f"Act {number}\n" + "\n\n".join(stories(40, seed=number)) for number in range(5)]
+    acts = [act for act in acts if split_of(identity_of(act), 0.05) == "train"][:3]
     for number, act in enumerate(acts):
         (tmp_path / f"act-{number}.txt").write_text(act)
     folder = prepare(str(tmp_path / "*.txt"), tokenizer_path, tmp_path / "out", validation_fraction=None)
@@ -131,6 +132,20 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
     assert [head + tail for head, tail in zip(parts["train"], parts["validation"], strict=True)] == acts
     assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(*parts.values()))
     assert "10 % of each document" in "\n".join(describe(folder))
+    assert "so the end of each is held out here, and others may train on it" in "\n".join(describe(folder))
+
+
+def test_few_documents_hold_out_what_all_sets_hold_out(tmp_path, tokenizer_path):
+    """Of five, the one in the 5 % by hash, whole; alone, its end, since something must be trained on."""
+    tokenizer, texts = load_tokenizer(tokenizer_path), [f"Board {number}\nis here\n" for number in range(200)]
+    (one, *_), others = [text for text in texts if split_of(identity_of(text), 0.05) == "validation"], [
+        text for text in texts if split_of(identity_of(text), 0.05) == "train"]
+    folder = prepare(write_texts(tmp_path / "x.jsonl", [*others[:2], one, *others[2:4]]), tokenizer_path, tmp_path / "out", validation_fraction=None)
+    assert documents_of(folder, "validation", tokenizer) == [one] and documents_of(folder, "train", tokenizer) == others[:4]
+    assert "Split: 1 of 5 documents in the 5% that all sets hold out by hash; VALIDATION_FRACTION=0 trains on all" in describe(folder)
+    alone = prepare(write_texts(tmp_path / "y.jsonl", [one]), tokenizer_path, tmp_path / "out", validation_fraction=None)
+    assert documents_of(alone, "train", tokenizer) + documents_of(alone, "validation", tokenizer) == [one[:-2], one[-2:]]
+    assert "Split: none or all of these few documents are in the 5%" in "\n".join(describe(alone))
 
 
 @pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])
@@ -273,6 +288,17 @@ def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
     assert prepare_file(tmp_path / "my play.txt", "or not\n") == first and first.resolve() != before
     other = prepare_file(tmp_path / "other" / "my play.txt", "to be\n")
     assert other == tmp_path / "out" / f"my-play-{other.resolve().name[:6]}" and first.resolve() != other.resolve()
+
+
+def test_a_validation_set_of_your_own_is_the_validation_split_of_a_folder_that_has_one(tmp_path, tokenizer_path):
+    tokenizer = load_tokenizer(tokenizer_path)
+    for name, files in (("splits", {"train.jsonl": ["a b"] * 3, "valid.jsonl": ["c d"] * 2}), ("plain", {"x.jsonl": ["e f"]})):
+        (tmp_path / name).mkdir()
+        for file, texts in files.items():
+            write_texts(tmp_path / name / file, texts)
+        folder = prepare_from_flags("documents", ["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--tokenizer-path",
+                                                  tokenizer_path, "--preparation-workers", "1"], holds_out=False)
+        assert documents_of(folder, "train", tokenizer) == [*files.values()][-1]
 
 
 OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}

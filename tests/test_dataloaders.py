@@ -17,7 +17,7 @@ from data_pipeline.shards import (
     header_bytes,
     open_token_set,
 )
-from dataloaders import Batch, RowOrder, TokenRows, load_steps, permute, validation_batches
+from dataloaders import Batch, Mixing, RowOrder, TokenRows, load_steps, permute, validation_batches
 from model_kernels.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
@@ -65,15 +65,15 @@ def test_the_order_looks_random():
 
 @given(n=st.integers(1, 60), rows_per_step=st.integers(1, 150))
 def test_each_row_comes_once_an_epoch(n, rows_per_step):
-    order = RowOrder(n, rows_per_step, 1, 9)
+    order = RowOrder(Mixing((n,)), rows_per_step, 1, 9)
     read = np.concatenate([order.all_rows(step) for step in range(-(-3 * n // rows_per_step))])[:3 * n].reshape(3, n)
     assert (np.sort(read) == np.arange(n)).all()
 
 
 def test_the_first_rows_of_each_step_stay_as_they_are():
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
-    assert RowOrder(1000, 8, 1, 1337).all_rows(0).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]
-    assert RowOrder(10**10, 4, 1, 1337).all_rows(10**6).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
+    assert RowOrder(Mixing((1000,)), 8, 1, 1337).all_rows(0).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]
+    assert RowOrder(Mixing((10**10,)), 4, 1, 1337).all_rows(10**6).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
 
 
 def token_set(ids, dtype="uint16", cut=()):
@@ -104,7 +104,7 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
         file.write(np.array([1, 2, 3, 4], np.uint16).tobytes())
     tracemalloc.start()
     rows = TokenRows(open_token_set(tmp_path, "train", TokenizerInfo(5), verify="never"), 1024)
-    order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
+    order = RowOrder(Mixing((len(rows),)), 512, 8, 1, rank=3, world_size=4)
     with load_steps(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
         assert next(loader)[0][0].tokens_BT.shape == (8, 1024)
     assert rows.token_set.read(tokens - 4, 4).tolist() == [1, 2, 3, 4]
@@ -123,7 +123,7 @@ def count_targets(batch):
     return (batch.targets_BT != IGNORE_INDEX).sum()
 
 
-ORDER = RowOrder(n_rows=50, rows_per_step=12, micro_batch_size=3, seed=2, rank=1, world_size=2)
+ORDER = RowOrder(Mixing((50,)), rows_per_step=12, micro_batch_size=3, seed=2, rank=1, world_size=2)
 
 
 def first_steps(loader, count):

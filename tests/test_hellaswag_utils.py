@@ -5,7 +5,9 @@ import json
 import random
 import shutil
 import string
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas
@@ -145,7 +147,8 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ("[1, 2]", "expected one JSON object per line"),
     ({**GOOD, "label": 5}, "'label' must be 0 to 3 (or in the whole file 1 to 4), or A to D, got 5"),
     ({**GOOD, "label": "E"}, "or A to D, got 'E'"), ({**GOOD, "label": ""}, "has no label; use the validation split"),
-    ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label"),
+    ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label, "
+     "as in HellaSwag's file; name other sets in EVAL_TASKS"),
     ({**GOOD, "label": True}, "'label' must be 0 to 3"),
     ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
     ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
@@ -209,8 +212,55 @@ def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_
     path = str(tmp_path / "x.jsonl")
     config = Config(eval_tasks=f"t:{path}", hellaswag_examples=0)
     assert read_choice_set(config.choice_sets[0], tokenizer, config).notes == [f"EVAL_TASKS=t:{path} has labels that count from 1"]
-    with pytest.raises(DataError, match="x.jsonl:1: 'label' is 4, but it must be 0 to 3, since the file has labels that are 0"):  # neither from 0 nor from 1
+    with pytest.raises(DataError, match="x.jsonl:1: its label is 4, but it must be 0 to 3, since the file has labels that are 0"):  # neither from 0 nor from 1
         written((4, 2, 3, 0), "x.jsonl")
+
+
+ARC = [{"id": "a", "question": "Which is hot? ", "choices": {"text": ["ice", "fire", "rain"], "label": ["A", "B", "C"]}, "answerKey": "B"},
+       {"id": "b", "question": "And cold?", "choices": {"text": ["fire", "ice", "sun", "oven"], "label": ["1", "2", "3", "4"]}, "answerKey": "2"}]
+MMLU = [{"question": "1 + 1?", "subject": "sums", "choices": ["0", "1", "2", "3"], "answer": 2},
+        {"question": "2 + 2?", "subject": "sums", "choices": ["4", "5", "6", "7"], "answer": 0}]
+
+
+def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer):
+    """ARC's labels are those of each question's choices, also 1 to 4; MMLU's are numbers from 0, and letters or from 1 in copies."""
+    import datasets
+    letters, from_1 = ([{**record, "answer": answer} for record, answer in zip(MMLU, answers)] for answers in ("CA", (4, 1)))
+    written = [{**ARC[0], "choices": json.dumps(ARC[0]["choices"])}, {**ARC[1], "choices": json.dumps(ARC[1]["choices"])}]
+    listed = [{**record, "choices": [{"text": text, "label": label} for text, label in zip(*map(record["choices"].get, ("text", "label")))]} for record in ARC]
+    for records, expected in ((ARC, [1, 1]), (written, [1, 1]), (listed, [1, 1]), (MMLU, [2, 0]), (letters, [2, 0]), (from_1, [3, 0])):
+        table = datasets.Dataset.from_list(records)
+        table.to_parquet(tmp_path / "x.parquet")
+        pandas.DataFrame(records).to_json(tmp_path / "x.jsonl", orient="records", lines=True)
+        for name in ("x.parquet", "x.jsonl"):
+            found = read_items(tmp_path / name, "EVAL_TASKS=a:")
+            assert [item.label for item in found] == expected and found[0].context == f"Question: {records[0]['question'].strip()}\nAnswer:"
+            assert found[1].endings == (["fire", "ice", "sun", "oven"] if "id" in records[0] else ["4", "5", "6", "7"])
+    config = Config(eval_tasks=f"a:{write_jsonl(tmp_path / 'x.jsonl', ARC)}", hellaswag_examples=0)
+    assert [note.partition(" has ")[2] for note in read_choice_set(config.choice_sets[0], tokenizer, config).notes] == [
+        "fields that are not scored: id (2)", "questions with choices; each choice is scored after 'Question: ...\\nAnswer:'"]
+    for change, word in (({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
+                         ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
+                         ({"choices": ["B", "A"], "answerKey": "B"}, "'answerKey' is 'B', a position and also the text of another one"),
+                         ({"choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
+                         ({"question": {"stem": "x"}}, "'question' is an object, expected text")):
+        with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
+            read_items(write_jsonl(tmp_path / "bad.jsonl", [ARC[0] | change]), "EVAL_TASKS=a:")
+    for answer in (2, "C"):
+        (item,) = read_items(write_jsonl(tmp_path / "x.jsonl", [{"question": "x", "choices": ["0", "2", "1"], "answer": answer}]), "EVAL_TASKS=a:")
+        assert item.endings[item.label] == "1"
+    with pytest.raises(DataError, match="expected ctx, endings and label, as in HellaSwag's file, or question, choices and answer, as in MMLU's"):
+        read_items(write_jsonl(tmp_path / "bad.jsonl", [{"goal": "x", "sol1": "a", "sol2": "b", "label": 0}]), "EVAL_TASKS=a:")
+
+
+@pytest.mark.filterwarnings("default")
+def test_questions_with_choices_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path):
+    """With the wording and the labels of its tasks arc_easy and mmlu_continuation."""
+    asked = [{"question": record["ctx_a"], "choices": {"text": record["endings"], "label": [*"ABCD"]}, "answerKey": "ABCD"[int(record["label"])]}
+             for record in records[:20]]
+    items = read_items(write_jsonl(tmp_path / "asked.jsonl", asked), "EVAL_TASKS=a:")
+    fields = {"doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "{{choices.label.index(answerKey)}}", "doc_to_choice": "{{choices.text}}"}
+    assert_equal_judgement(harness(asked, is_hellaswag=False, fields=fields), model, tokenizer, items)
 
 
 def test_contexts_that_do_not_fit_are_counted(tmp_path, tokenizer):
@@ -308,13 +358,13 @@ def harness_of(folder: Path):
 
     reference = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
 
-    def judge(records: list[dict], is_hellaswag: bool = True) -> list[tuple[float, float, list[float]]]:
+    def judge(records: list[dict], is_hellaswag: bool = True, fields: Mapping = MappingProxyType({})) -> list[tuple[float, float, list[float]]]:
         file = write_jsonl(folder / "records.jsonl", records)
         own_data = {"task": "on_our_records", "dataset_path": "json", "training_split": None,
                     "dataset_kwargs": {"data_files": {"validation": file}, "cache_dir": str(folder / "cache")}}
         own_data |= {"include": str(reference)} if is_hellaswag else {
             "validation_split": "validation", "output_type": "multiple_choice", "doc_to_text": "ctx", "doc_to_choice": "endings",
-            "doc_to_target": "label", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+            "doc_to_target": "label", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]} | fields
         (folder / "task.yaml").write_text(json.dumps(own_data))
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         results = lm_eval.simple_evaluate(lm, tasks=["on_our_records"], task_manager=manager, log_samples=True, bootstrap_iters=0)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import extensions.prompts  # noqa: F401 (registers its rows)
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import disk_errors
 from common.text import command, counted, printable
@@ -24,7 +25,7 @@ from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder
-from dataloaders import ExampleRows, MixedRows, Rows, TokenRows, open_mixture, open_set, rows_at
+from dataloaders import Rows, open_mixture, open_set
 from extensions.exclude import digest_of, exclude
 from extensions.settings import selector_of
 from model_kernels.head import IGNORE_INDEX
@@ -127,8 +128,8 @@ class DataReport:
     def rows(self) -> Rows:  # of the training split
         tokenizer = self.tokenizer or TokenizerInfo(self.manifest["vocab_size"], None,
                                                      self.manifest["document_start_id"])
-        open_rows = open_mixture if is_mixture(self.folder) else open_set
-        return open_rows(self.config, self.folder, "train", tokenizer, "never")
+        given = self.config, self.folder, "train", tokenizer, "never"
+        return open_mixture(*given) if is_mixture(self.folder) else Rows.of(open_set(*given))
 
     def facts(self) -> dict[str, Any]:
         """Return statistics of the data as JSON. Reads the training split, unless the data is a mixture."""
@@ -138,12 +139,11 @@ class DataReport:
         names = ("kind", "tokenizer", "tokenizer_sha256", "vocab_size", "splits", "skipped", "removed")
         facts |= {name: self.manifest[name] for name in names if name in self.manifest}
         facts["made_from"] = names_of_sources(self.manifest) if self.manifest else [str(self.folder)]
-        rows = self.rows
-        has_examples = not isinstance(rows, TokenRows)
-        measured, id_counts = measure(rows.token_set, rows.example_set.starts if has_examples else None,
-                                   self.config.max_seq_len)
+        [rows] = self.rows.sources
+        measured, id_counts = measure(rows.token_set, rows.example_set and rows.example_set.starts,
+                                      self.config.max_seq_len)
         facts |= measured | {"rows": len(rows), "in_rows": rows.describe()}
-        if has_examples:
+        if rows.example_set:
             facts |= {"truncated": rows.truncated, "left_out": rows.left_out, "fill": rows.fill}
         if lengths := getattr(self.tokenizer, "byte_lengths", None):
             facts["bytes_per_token"] = float(id_counts @ np.array(lengths)) / max(1, measured["tokens"])
@@ -197,9 +197,7 @@ class DataReport:
         if not len(rows):
             yield f"rows: none, because the data is shorter than MAX_SEQ_LEN={self.config.max_seq_len}"
             return
-        positions, seed = np.arange(min(count, len(rows))), self.config.row_seed
-        order = (rows.mixing.rows_at(positions, seed) if isinstance(rows, MixedRows) else
-                 rows_at(positions, len(rows), seed))
+        order = rows.mixing.rows_at(np.arange(min(count, len(rows))), self.config.row_seed)
         for number, row in enumerate(order.reshape(-1, 1), 1):
             yield from self.describe_row(rows, row, f", number {number} of the run")
 
@@ -226,10 +224,10 @@ class DataReport:
 
     def describe_row(self, rows: Rows, row: np.ndarray, note: str = "") -> Iterator[str]:
         """Yield the lines that show a row, of shape (1,)."""
-        batch, source, name = rows(row), rows, ""
-        if isinstance(rows, MixedRows):
-            (place,), _ = rows.locate(row)
-            source, name = rows.source_rows[place], f" from {rows.mixture.sources[place].label}"
+        batch, (place, *_), name = rows(row), rows.locate(row)[0], ""
+        source = rows.sources[place]
+        if rows.mixture:
+            name = f" from {rows.mixture.sources[place].label}"
         targets_T, tokens_T = batch.targets_BT[0], batch.tokens_BT[0]
         documents_T = batch.document_ids_BT
         documents_T = torch.ones_like(tokens_T) if documents_T is None else documents_T[0]
@@ -237,7 +235,7 @@ class DataReport:
         borders = [0, *(torch.diff(documents_T).nonzero().flatten() + 1).tolist(), end]
         labels = int((targets_T != IGNORE_INDEX).sum())
         yield f"row {row[0]:,}{name}{note}: {len(tokens_T):,} slots, {counted(labels, 'label')}"
-        has_examples = isinstance(source, ExampleRows)
+        has_examples = source.example_set is not None and source.example_set.kind != "prompts"
         for number, (first, last) in enumerate(zip(borders, borders[1:]), 1):
             if number > SHOWN_DOCUMENTS and last < len(tokens_T):
                 continue

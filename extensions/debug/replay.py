@@ -27,7 +27,7 @@ from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.files import read_json
 from common.text import counted, printable, show
 from config import Config, rules
-from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
+from dataloaders import Batch, Rows, SourceRows
 from extensions.guards import FirstBad, describe_tensors
 from learn.objectives import LossSum, token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
@@ -40,6 +40,7 @@ from plan.messages import notes_on_start
 from plan.names import validate
 from plan.starts import Asked, Known, Start, find_first
 from run.build import build
+from run.extensions import load_extensions
 from run.facts import find_base, open_inputs, prepare_device, with_identities, with_tokens
 from run.folder import RunFolder
 from run.run import Run, StepResult
@@ -88,13 +89,11 @@ def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
     return sorted(reports, key=lambda each: (not each.is_bad, 0 if math.isnan(each.loss) else -each.loss))
 
 
-def numbered(rows) -> Rows:
-    """Return the rows with document ids regardless of DOCUMENT_MASK, and without stored outputs."""
-    if isinstance(rows, MixedRows):
-        return map_sources(rows, numbered)
+def numbered(rows: SourceRows) -> SourceRows:
+    """Return a source's rows with document ids regardless of DOCUMENT_MASK, and without stored outputs."""
     while hasattr(rows, "rows"):
         rows = rows.rows
-    if isinstance(rows, TokenRows):
+    if rows.example_set is None:
         return replace(rows, document_start_id=rows.token_set.document_start_id)
     rows = copy.copy(rows)
     rows.numbered = True
@@ -103,15 +102,14 @@ def numbered(rows) -> Rows:
 
 def place_of(rows: Rows, row: int, token: int, document: int) -> str:
     """Return the file of a document in a row, and the place in it, given its first token and its id."""
-    if isinstance(rows, MixedRows):
-        (source,), (row,) = rows.locate(np.array([row]))
-        rows = rows.source_rows[source]
-    if not isinstance(rows, TokenRows):
-        examples, kind = rows.examples_in(row).tolist(), rows.example_set.kind
+    (number,), (row,) = rows.locate(np.array([row]))
+    source = rows.sources[number]
+    if source.example_set:
+        examples, kind = source.examples_in(row).tolist(), source.example_set.kind
         index = (document - 1) // (2 if kind == "pairs" else 1)
-        return f"example {examples[index]:,} of {rows.example_set.path} ({kind})"
-    offset = row * rows.row_tokens + token
-    for shard in rows.token_set.shards:
+        return f"example {examples[index]:,} of {source.example_set.path} ({kind})"
+    offset = row * source.row_tokens + token
+    for shard in source.token_set.shards:
         if offset < shard.tokens:
             return f"{shard.path}, token {offset:,}"
         offset -= shard.tokens
@@ -223,7 +221,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     unmeasured = config.model_copy(update={"validate_every": 0, "hellaswag_every": 0})
-    opened = open_inputs(unmeasured, True, log.warn)
+    opened = open_inputs(unmeasured, True, load_extensions(unmeasured, log.warn))
     start = start_before(run_dir, config, step, log.warn)
     plan = Plan(config, dict.fromkeys(Config.model_fields, str(run_dir)), start)
     plan = with_tokens(with_identities(plan, opened.inputs, run_dir), opened.inputs)
@@ -402,7 +400,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     batches = [run.inputs.rows(micro_batch).to(run.ranks.device)
                for micro_batch in order.micro_batches(step - 1)]
     count = sum(int(run.objective.count(batch)) for batch in batches)
-    parameters, bare = describe_parameters(run), numbered(run.inputs.rows)
+    parameters, bare = describe_parameters(run), run.inputs.rows.map(numbered)
     with torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         reports = examine_rows(run, rows.tolist(), count)
         details = [line for report in reports[:rows_shown] for line in describe_row(run, bare, report)]

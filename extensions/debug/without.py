@@ -37,6 +37,7 @@ from extensions.settings import Selector, read_selectors
 from learn.optim import learning_rate
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
+from run.extensions import load_extensions
 from run.facts import read_inputs
 
 # Arms keep their evaluations and checkpoints.
@@ -84,6 +85,7 @@ def left_out(run_dir: Path, selectors: Sequence[Selector]) -> tuple[Excluded, Op
     """Return what the selectors leave out of a run's data, and the first step that read some of it."""
     steps = read_step_log(run_dir)
     config, _ = read_settings(run_dir, history.NO_FLAGS, min(steps), for_replay=False)
+    load_extensions(config, show)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=False)
     excluded, order = exclude(inputs.rows, inputs.tokenizer, selectors), inputs.order(config, Ranks())
     return excluded, next((step for step in steps if excluded.affects(order.all_rows(step - 1))), None)
@@ -145,7 +147,7 @@ def screen(run_dir: Path, question: Question, excluded: Excluded) -> list[np.nda
     forwards give the products of all examples at once: they are derivatives of the examples' losses in the
     direction of the answer's gradient.
     """
-    estimates = [np.zeros(len(each.source)) for each in excluded.sources]
+    estimates = [np.zeros(len(each.source)) for each in excluded.rows.sources]
     last = max(read_step_log(run_dir))
     for step in sorted(history.kept_checkpoints(run_dir, last)):
         config, _ = read_settings(run_dir, history.NO_FLAGS, step)
@@ -258,7 +260,7 @@ class Experiment(NamedTuple):
                          for example, value in enumerate(values.tolist())), reverse=True)[:self.verify]
         before, rows, selectors = answer_loss(self.run_dir, question), [], []
         for number, (value, source, example) in enumerate(ranked, 1):
-            found = excluded.sources[source].source
+            found = excluded.rows.sources[source].source
             selectors.append(Selector("hash", digest_of(found.ids(example))))
             arm = self.folder / f"verify-{number}"
             self.arm(self.run_dir, arm, selectors[-1:])

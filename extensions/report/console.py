@@ -17,7 +17,7 @@ from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline.mixture import describe_sources
-from dataloaders import MixedRows, Rows
+from dataloaders import Rows
 from extensions.cost import parameter_count
 from extensions.settings import prompts_to_answer
 from learn.optim import learning_rate
@@ -95,10 +95,10 @@ def describe_batch(config: Config) -> str:
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
     """Return the training data and how often the run reads it, with a line for each source of a mixture."""
-    if isinstance(inputs.rows, MixedRows):
-        table = describe_sources(inputs.rows.mixture, inputs.sources(config))
-        return [inputs.description, *(f"  {line}" for line in table)]
-    is_whole = getattr(inputs.rows, "is_complete", True)  # otherwise more is being prepared
+    if table := inputs.sources(config):
+        lines = describe_sources(inputs.rows.mixture, table)
+        return [inputs.description, *(f"  {line}" for line in lines)]
+    is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
     return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole]
 
 

@@ -10,8 +10,8 @@ from checkpoint import model_json, store
 from checkpoint.tensors import open_tensors
 from common.errors import PaddockError
 from common.files import plain, read_text
+from data_pipeline.mixture import read_mix
 from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
-from data_preparation_utils import read_mix
 from extensions.inference.text import read_prompts
 from hellaswag_utils import read_items
 from plan.layers import read_config_file, read_env_file

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline.mixture import Mixture, Phase, read_mixture, weight_units
+from data_pipeline.mixture import Mixture, Phase, read_mix, read_mixture, weight_units
 from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
-from data_preparation_utils import prepare_mixture, read_mix
-from dataloaders import MixedRows, Mixing, RowOrder, first_batches, open_rows
+from data_preparation_utils import prepare_mixture
+from dataloaders import Mixing, RowOrder, Rows, open_rows
 from run.facts import read_inputs
 from tokenizer import load_tokenizer
 
@@ -51,8 +51,8 @@ def test_each_position_has_one_source_and_each_source_its_share_to_within_a_row_
 @settings_of(max_examples=40)
 @given(mixings(), st.integers(0, 400), st.sampled_from([None, 7]))
 def test_the_first_batches_are_the_rows_that_a_run_reads_source_by_source(mixing, count, seed):
-    rows = MixedRows(None, (), mixing, "")
-    sources = first_batches(rows, count, seed, 3)
+    rows = Rows((), mixing, "")
+    sources = rows.first_batches(count, seed, 3)
     ends = np.cumsum(mixing.sizes)
     batches = [batch + end - size for batches, end, size in zip(sources, ends, mixing.sizes, strict=True) for batch in batches]
     assert np.concatenate(batches).tolist() == sorted({*mixing.rows_at(np.arange(count), seed).tolist()})
@@ -64,7 +64,7 @@ def test_the_first_batches_are_the_rows_that_a_run_reads_source_by_source(mixing
 def test_the_rows_are_the_same_from_any_step_on_and_on_any_number_of_ranks(mixing, seed, world_size):
     whole = mixing.rows_at(np.arange(400), seed)
     step = seed % 50
-    orders = [RowOrder(sum(mixing.sizes), 8, 2, seed, rank, world_size, mixing) for rank in range(world_size)]
+    orders = [RowOrder(mixing, 8, 2, seed, rank, world_size) for rank in range(world_size)]
     read = np.concatenate([order.micro_batches(step).reshape(-1) for order in orders])
     assert read.tolist() == whole[step * 8:step * 8 + 8].tolist()
 
@@ -176,21 +176,21 @@ def test_a_batch_holds_the_rows_of_the_sets(sources, prepared):
     folder = sources((0.5, [3, 1]), (1, [1, 1]))
     config, tokenizer = settings(prepared, folder), load_tokenizer(str(prepared.tokenizer))
     rows = open_rows(config, "train", tokenizer, "auto")
-    assert len(rows) == sum(map(len, rows.source_rows)) and len(set(map(len, rows.source_rows))) == 2
-    indices = np.array([len(rows) - 1, 0, len(rows.source_rows[0]), 3])
+    assert len(rows) == sum(map(len, rows.sources)) and len(set(map(len, rows.sources))) == 2
+    indices = np.array([len(rows) - 1, 0, len(rows.sources[0]), 3])
     batch = rows(indices)
     for number, index in enumerate(indices):
-        part, within = (rows.source_rows[0], index) if index < len(rows.source_rows[0]) else (rows.source_rows[1], index - len(rows.source_rows[0]))
+        part, within = (rows.sources[0], index) if index < len(rows.sources[0]) else (rows.sources[1], index - len(rows.sources[0]))
         alone = part(np.array([within]))
         for name in ("tokens_BT", "targets_BT", "document_ids_BT"):
             assert torch.equal(getattr(batch, name)[number], getattr(alone, name)[0])
     # The sources of the run: 3 of 4 rows, then one of two.
-    order = RowOrder(len(rows), 8, 2, config.seed, mixing=rows.mixing)
-    from_first = [(order.all_rows(step) < len(rows.source_rows[0])).sum() for step in range(6)]
+    order = RowOrder(rows.mixing, 8, 2, config.seed)
+    from_first = [(order.all_rows(step) < len(rows.sources[0])).sum() for step in range(6)]
     assert from_first == [6, 6, 6, 4, 4, 4]
     facts = rows.source_table(48)
     assert [fact["share"] for fact in facts] == [30 / 48, 18 / 48]
-    assert facts[1]["passes"] == 18 / len(rows.source_rows[1]) > 0
+    assert facts[1]["passes"] == 18 / len(rows.sources[1]) > 0
 
 
 def test_validation_has_the_weights_of_the_last_phase(sources, prepared):
@@ -206,7 +206,7 @@ def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepa
     folder = sources((1, [1, 1]), validation_fraction=0.03)
     config = settings(prepared, folder, VALIDATION_ROWS=3)
     inputs = read_inputs(config, verify=False)
-    left_out = [part is None for part in inputs.validation_rows.source_rows]
+    left_out = [part is None for part in inputs.validation_rows.sources]
     assert left_out == [False, True] and "(none of plays) held out" in inputs.description
     with pytest.raises(DataError, match="no source has a row of validation"):
         open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")

@@ -20,7 +20,7 @@ from common.errors import CheckpointError, DataError
 from common.files import BINARY_STARTS
 from data_pipeline import shards
 from data_pipeline.sources import Reading, Source, flaw_of, read_texts
-from dataloaders import RowOrder, pack
+from dataloaders import Mixing, RowOrder, pack
 
 fewer = settings(max_examples=40)
 any_text = st.text(st.characters(), max_size=12)  # lone surrogates and NUL among it
@@ -180,9 +180,9 @@ def test_ids_beyond_16_bits_are_sorted_as_well():
        step=st.integers(0, 10**6), world_sizes=st.permutations([1, 2, 3, 4, 8]))
 def test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step(n_rows, micro, accumulation, seed, step, world_sizes):
     rows_per_step = 24 * micro * accumulation
-    expected = RowOrder(n_rows, rows_per_step, 1, seed).all_rows(step)
+    expected = RowOrder(Mixing((n_rows,)), rows_per_step, 1, seed).all_rows(step)
     for world_size in world_sizes[:2]:
-        shares = [RowOrder(n_rows, rows_per_step, micro, seed, rank, world_size).micro_batches(step)
+        shares = [RowOrder(Mixing((n_rows,)), rows_per_step, micro, seed, rank, world_size).micro_batches(step)
                   for rank in range(world_size)]
         assert all(share.shape == (24 * accumulation // world_size, micro) for share in shares)
         assert np.concatenate(shares).ravel().tolist() == expected.tolist()

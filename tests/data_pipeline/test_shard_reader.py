@@ -117,6 +117,25 @@ def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeyp
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
+@pytest.mark.parametrize("dtype, vocabulary", [("uint16", 70), ("uint32", 300_000)])
+def test_the_ids_that_occur_are_counted_by_the_verification_which_a_later_start_does_not_repeat(tmp_path, monkeypatch, dtype, vocabulary):
+    folder = prepare(tmp_path / "set", vocabulary, dtype, train=[[0, 9, 9], [vocabulary - 1, 7]])
+    scan, scanned = shard_reader._scan, []
+    monkeypatch.setattr(shard_reader, "_scan", lambda shard, *more: scanned.append(shard.path.name) or scan(shard, *more))
+    unverified = open_train(folder, "never", vocab_size=vocabulary)
+    assert unverified.used is None and unverified.used_ids().tolist() == [0, 7, 9, vocabulary - 1]
+    for expected in (2, 2):
+        tokens = open_train(folder, vocab_size=vocabulary)
+        monkeypatch.setattr(shard_reader.TokenSet, "blocks", None)
+        assert tokens.used_ids().tolist() == [0, 7, 9, vocabulary - 1] and len(scanned) == expected
+    # The results of an earlier version lack them.
+    known = json.loads((folder / shard_reader.VERIFIED).read_text())
+    del known["train-00001.bin"]["used"]
+    (folder / shard_reader.VERIFIED).write_text(json.dumps(known))
+    assert open_train(folder, vocab_size=vocabulary).used_ids().tolist() == [0, 7, 9, vocabulary - 1]
+    assert scanned[2:] == ["train-00001.bin"]
+
+
 def test_a_file_is_read_again_also_if_its_modification_time_was_put_back(prepared):
     """As by a copy that keeps times."""
     open_train(prepared)
@@ -266,9 +285,9 @@ def test_two_kinds_of_files_are_refused(foreign):
 
 
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
-@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8"])
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f4", "<f8", "<u1"])
 def test_a_raw_file_of_ids_that_are_not_uint16_is_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, monkeypatch):
-    ids = np.random.default_rng(1).integers(0, 50_000 if dtype == ">u2" else vocabulary, 3000)
+    ids = np.random.default_rng(1).integers(0, {">u2": 50_000, "<u1": 65}.get(dtype, vocabulary), 3000)
     (tmp_path / "train.bin").write_bytes(ids.astype(dtype).tobytes())
     with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:
         open_train(tmp_path, vocab_size=50_000 if dtype == ">u2" else vocabulary)

@@ -12,7 +12,7 @@ from factories import UNMEASURED, Stages, TinyRun, assert_same_run, sentence, wr
 from torch.nn import functional as F
 
 from data_preparation_utils import PreparationOptions, prepare_mixture
-from dataloaders import RowOrder, open_rows
+from dataloaders import Mixing, RowOrder, open_rows
 from extensions.debug.replay import replay
 from extensions.exclude import Examples, digest_of, exclude
 from extensions.online import training_batch
@@ -45,7 +45,7 @@ def excluded_file(folder: Path, *lines: str) -> Path:
 
 
 def hit(rows, tokenizer, *lines: str) -> list[bool]:
-    (source,) = exclude(rows, tokenizer, [Selector(*line.split(" ", 1)) for line in lines]).sources
+    (source,) = exclude(rows, tokenizer, [Selector(*line.split(" ", 1)) for line in lines]).rows.sources
     return source.out_E.tolist()
 
 
@@ -55,7 +55,7 @@ WORDS = {"pretrain": "^The cow", "sft": "bird dog", "simpo": r"(?m)^[a-h]\?", "k
 @pytest.mark.parametrize("mode", WORDS)
 def test_examples_are_named_by_pattern_hash_and_line(mode, stages):
     _, rows, tokenizer = opened(stages, mode)
-    examples = Examples(rows, "", tokenizer)
+    examples = Examples(rows.sources[0], "", tokenizer)
     texts = [examples.text(number) for number in range(len(examples))]
     expected = [re.search(WORDS[mode], text) is not None for text in texts]
     assert 0 < sum(expected) < len(texts) and hit(rows, tokenizer, f"find {WORDS[mode]}") == expected
@@ -68,7 +68,7 @@ def test_examples_are_named_by_pattern_hash_and_line(mode, stages):
 def test_a_line_of_the_source_names_the_example_that_it_became(mode, name, stages):
     _, rows, tokenizer = opened(stages, mode)
     path = (stages.prepared.shards if mode == "pretrain" else stages.chats).parents[1] / f"{name}.jsonl"
-    examples, records = Examples(rows, "", tokenizer), [json.loads(line) for line in path.read_text().splitlines()]
+    examples, records = Examples(rows.sources[0], "", tokenizer), [json.loads(line) for line in path.read_text().splitlines()]
     texts, found = [examples.text(number) for number in range(len(examples))], 0
 
     def words(record) -> str:
@@ -90,6 +90,7 @@ def test_a_line_of_the_source_names_the_example_that_it_became(mode, name, stage
 
 def masked_by_hand(rows, tokenizer, pattern: str, row: int) -> tuple[list[int], list[int]]:
     """A row's tokens and targets, where each token of an excluded document is neither a target nor has one."""
+    (rows,) = rows.sources
     flat, is_out, document = rows.token_set.read(0, rows.token_set.tokens).tolist(), [], []
     for token in [*flat, rows.document_start_id]:
         if token == rows.document_start_id and document:
@@ -114,7 +115,7 @@ def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_
     settings = {**UNMEASURED, "MAX_STEPS": 4, "KEEP_LAST": 1}
     run = TinyRun(stages.prepared, tmp_path, **settings, EXCLUDE_DATA=excluded_file(tmp_path, "find cow met", "find fed the dog")).trained()
     config, rows, tokenizer = opened(stages, "pretrain", **settings)
-    order = RowOrder(len(rows), config.rows_read, config.rows_read, config.row_seed)
+    order = RowOrder(Mixing((len(rows),)), config.rows_read, config.rows_read, config.row_seed)
     model = build_model(config, tokenizer.vocab_size, Ranks(), torch.float32)
     optimizer, masked = Optimizer(model, config), 0
     counted = [line["counted"] for line in run.metrics() if "counted" in line]
@@ -122,7 +123,7 @@ def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_
         losses, units = 0, 0
         for row in order.all_rows(step).tolist():
             tokens, targets = masked_by_hand(rows, tokenizer, "cow met|fed the dog", row)
-            documents = np.cumsum([place == 0 or token == rows.document_start_id for place, token in enumerate(tokens)])
+            documents = np.cumsum([place == 0 or token == rows.sources[0].document_start_id for place, token in enumerate(tokens)])
             logits_BTV = model(torch.tensor([tokens]), None, torch.from_numpy(documents[None].astype(np.int32)), mode="logits")
             losses = losses + F.cross_entropy(logits_BTV[0].float(), torch.tensor(targets), ignore_index=IGNORE_INDEX, reduction="sum")
             units, masked = units + sum(target != IGNORE_INDEX for target in targets), masked + targets.count(IGNORE_INDEX)
@@ -162,7 +163,7 @@ def test_what_is_left_out_has_no_gradient_and_the_rest_has_that_of_the_rest_alon
     objective = NextToken() if mode == "sft" else PREFERENCE_OBJECTIVES[config.preference_objective](config, zeros)
     word = "bird" if mode == "sft" else r"(?m)^[a-h]\?"
     excluded = exclude(rows, tokenizer, [Selector("find", word)])
-    (source,), indices = excluded.sources, np.arange(3)
+    (source,), indices = excluded.rows.sources, np.arange(3)
     batch, examples = excluded.rows(indices), [each.tolist() for each in source.source.in_rows(indices)]
     monkeypatch.setattr("learn.objectives.share_prompts", lambda batch: batch)  # which moves the tokens
     weights, (embedded_BTD,), count = gradients(objective, model, [batch])
@@ -198,7 +199,7 @@ def test_left_out_prompts_have_no_targets_and_the_others_keep_their_answers(stag
     excluded = exclude(rows, tokenizer, [Selector("find", "[a-m]at")])
     indices = np.arange(8)
     prompts, kept = rows(indices), excluded.rows(indices)
-    is_out = [bool(excluded.sources[0].out_E[each[0]]) for each in excluded.sources[0].source.in_rows(indices)]
+    is_out = [bool(excluded.rows.sources[0].out_E[each[0]]) for each in excluded.rows.sources[0].source.in_rows(indices)]
     answers, advantages_PG = [[5, 6, 7], [8, 9]] * 8, torch.ones(8, 2)
     one, other = (training_batch(each, answers, advantages_PG, 2, 1, 200) for each in (prompts, kept))
     for field in ("tokens_BT", "document_ids_BT"):
@@ -293,7 +294,7 @@ def test_a_source_of_a_mixture_is_left_out_and_rows_keep_their_places(stages, tm
     assert torch.equal(before.tokens_BT, after.tokens_BT) and {*sources.tolist()} == {0, 1}
     assert bool((after.targets_BT[sources == 0] == IGNORE_INDEX).all())
     assert torch.equal(after.targets_BT[sources == 1], before.targets_BT[sources == 1])
-    assert [each.out_E.mean() for each in excluded.sources] == [1, 0]
+    assert [each.out_E.mean() for each in excluded.rows.sources] == [1, 0]
 
 
 @pytest.mark.slow

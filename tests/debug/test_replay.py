@@ -15,7 +15,7 @@ from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, s
 import model_utils
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import RowOrder
+from dataloaders import Mixing, RowOrder
 from extensions.debug import replay as replay_module
 from extensions.debug.replay import read_settings, replay
 from model_utils import build_model
@@ -158,7 +158,7 @@ def place_of(prepared: Prepared, token: int) -> str:
 def seed_for(row: int, tokens: int, steps: range) -> tuple[int, int]:
     """A seed with which the row is read in one of these steps (from 1), and in which."""
     rows = (tokens - 1) // ROW_TOKENS
-    return next((seed, step) for seed in range(1000) for step in steps if row in RowOrder(rows, 8, 1, seed).all_rows(step - 1))
+    return next((seed, step) for seed in range(1000) for step in steps if row in RowOrder(Mixing((rows,)), 8, 1, seed).all_rows(step - 1))
 
 
 def noise_row(prepared: Prepared) -> tuple[int, np.ndarray]:

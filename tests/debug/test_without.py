@@ -79,7 +79,7 @@ def test_the_screening_is_the_dot_product_of_gradients(trained, monkeypatch):
     question = Question("The cow", " met the dog.")
     excluded, _ = left_out(trained.folder, [])
     (estimates,) = screen(trained.folder, question, excluded)
-    expected, read = np.zeros(len(estimates)), excluded.sources[0].source
+    expected, read = np.zeros(len(estimates)), excluded.rows.sources[0].source
     for step in kept:
         config, _ = without.read_settings(trained.folder, without.history.NO_FLAGS, step)
         run = without.open_run(trained.folder, config, step + 1, lambda text: None)

@@ -177,7 +177,7 @@ def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_ask
     run = stages.run(mode, tmp_path, **GENERATION)
     config = make_plan(run.argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path)
-    chat_format, rows = load_chat_format(tokenizer), open_rows(config, "validation", tokenizer, "never")
+    chat_format, rows = load_chat_format(tokenizer), open_rows(config, "validation", tokenizer, "never").sources[0]
     expected = set()
     for line in (stages.chats.parents[1] / f"{rows.example_set.kind}.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -17,7 +17,7 @@ from checkpoint import store
 from common.activity import ACTIVITY
 from config import OptimConfig
 from data_pipeline.shards import open_token_set
-from dataloaders import RowOrder
+from dataloaders import Mixing, RowOrder
 from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
@@ -35,7 +35,7 @@ def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
     entries = whole.lines("ledger")
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     for entry in entries:
-        rows = RowOrder((tokens - 1) // 32, 8, 1, seed=1337).all_rows(entry["step"] - 1)
+        rows = RowOrder(Mixing(((tokens - 1) // 32,)), 8, 1, seed=1337).all_rows(entry["step"] - 1)
         assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
         assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
         assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]

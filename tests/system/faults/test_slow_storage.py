@@ -13,7 +13,7 @@ from factories import assert_same_run
 
 from common.activity import ACTIVITY
 from data_pipeline import shards
-from dataloaders import RowOrder, load_steps
+from dataloaders import Mixing, RowOrder, load_steps
 from extensions.report.data import RunReader
 from run import log as run_log
 
@@ -94,7 +94,7 @@ def test_a_slow_disk_shows_in_the_goodput_and_is_not_counted_as_steps(tiny_run, 
 
 
 def test_a_slow_reader_makes_progress_and_one_that_does_not_read_makes_none():
-    order, may_read = RowOrder(8, 8, 1, 0, 0, 1), threading.Semaphore(0)
+    order, may_read = RowOrder(Mixing((8,)), 8, 1, 0, 0, 1), threading.Semaphore(0)
 
     def read_rows(rows: np.ndarray) -> torch.Tensor:
         may_read.acquire()

@@ -15,7 +15,7 @@ import train
 from data_pipeline.shards import TokenizerInfo
 from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import RowOrder, open_example_set
+from dataloaders import Mixing, RowOrder, open_example_set
 from extensions import online
 from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
@@ -309,8 +309,8 @@ def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
 
 def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
     for step in range(3):
-        one = RowOrder(50, 8, 2, 7).micro_batches(step)
-        both = np.concatenate([RowOrder(50, 8, 2, 7, rank, 2).micro_batches(step) for rank in (0, 1)])
+        one = RowOrder(Mixing((50,)), 8, 2, 7).micro_batches(step)
+        both = np.concatenate([RowOrder(Mixing((50,)), 8, 2, 7, rank, 2).micro_batches(step) for rank in (0, 1)])
         assert (one == both).all()
     rewards = Rewards("REWARD", [("exact", 2.0)])
     assert rewards("", "4", json.dumps({"answer": 4})) == [1.0, False]
