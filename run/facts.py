@@ -183,7 +183,11 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 
 def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
     """Return the identity of the prepared data that a run reads."""
-    prepared = [prepared_settings(source.token_set.folder) for source in inputs.rows.sources]
+    prepared = []
+    for source in inputs.rows.sources:
+        prepared.append({})  # token files of other programs have no manifest
+        with suppress(OSError, ValueError):
+            prepared[-1] = read_json(source.token_set.folder / "manifest.json").get("settings", {})
     return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],

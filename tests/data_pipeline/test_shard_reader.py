@@ -260,6 +260,17 @@ def test_foreign_files_are_read(foreign, kind, monkeypatch):
         open_train(folder, vocab_size=39)
 
 
+@pytest.mark.parametrize("names, split", [
+    (["x_val_0", "x_train_0"], "validation"), (["val"], "validation"), (["my-validation"], "validation"), (["train"], "train"), (["interval_0"], "train")])
+def test_a_validation_set_of_foreign_files_is_what_they_call_validation_or_all(tmp_path, names, split):
+    for number, name in enumerate(names):
+        write_llmc(tmp_path / f"{name}.bin", [number] * 20)
+    assert shard_reader.split_to_validate(tmp_path) == split
+    assert shard_reader.split_to_validate(tmp_path / f"{names[0]}.bin") == split
+    if names != ["interval_0"]:  # a folder's files are found by these words
+        assert shard_reader.open_token_set(tmp_path, split, shard_reader.TokenizerInfo(VOCABULARY)).read(0, 20).tolist() == [0] * 20
+
+
 def test_fingerprint_of_foreign_files_sees_their_content(tmp_path):
     fingerprints = set()
     for last in (0, 1):
@@ -312,7 +323,8 @@ def test_a_numpy_file_may_be_called_train_bin(tmp_path):
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])
 @pytest.mark.parametrize("ids, doubt", [
     (np.arange(20_000) % 990, ""), (1 + np.arange(20_000) % 989, "none of 20,000 tokens is 0, the start of a document"),
-    (np.arange(20_000) % 249, "the highest id is 248, of a vocabulary of 1,000"), (np.arange(9_000) % 249, "")])
+    (np.arange(20_000) % 249, "the highest id is 248, of a vocabulary of 1,000"), (np.arange(9_000) % 249, ""),
+    (np.arange(20_000) % 251, "")])
 def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, doubt):
     path = tmp_path / f"train.{'npy' if kind == 'npy' else 'bin'}"
     if kind == "npy":
@@ -330,10 +342,18 @@ def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, do
     assert f"none of {len(ids):,} tokens is 999" in capfd.readouterr().err
 
 
-def test_padding_in_foreign_tokens_is_said(tmp_path, capfd):
-    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(60, int), np.arange(40) + 700])
+@pytest.mark.parametrize("zeros", [60, 51, 50, 40])
+def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, zeros):
+    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(zeros, int), np.arange(100 - zeros) + 700])
     open_train(tmp_path, document_start_id=705)
-    assert "60% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err
+    assert (f"{zeros}% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err) == (zeros > 50)
+
+
+def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):
+    write_llmc(tmp_path / "x_train_0.bin", [0] * 10 + [700] * 10)
+    write_llmc(tmp_path / "x_train_1.bin", [705] * 5 + [700] * 15)
+    open_train(tmp_path, document_start_id=705)
+    assert capfd.readouterr().err == ""
 
 
 def test_narrow_ids_cannot_come_from_a_wide_vocabulary(foreign):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from functools import partial
 
 import faults
@@ -24,6 +25,7 @@ from extensions.report.page import Report
 from extensions.rewards import answer_column, with_answer
 from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
+from tokenizer import load_tokenizer
 
 FUNCTIONS = """
 import os, sys, time
@@ -166,6 +168,16 @@ def test_a_step_is_all_of_its_updates(stages, tmp_path, monkeypatch, capsys):
     assert run.hashes(1) == first.hashes(1) == calm.hashes(1)
 
 
+def test_held_out_prompts_are_answered_in_validations(whole, stages):
+    """Each question is in one split, whose shards have it."""
+    decode = load_tokenizer(str(stages.prepared.tokenizer)).decode
+    asked = {split: {*re.findall(r"[a-z]at\?", decode(np.fromfile(stages.prompts / f"{split}-00000.bin", "<u2", offset=1024).tolist()))}
+             for split in ("train", "validation")}
+    texts = [each["prompt"] for line in whole.lines("evaluations") if line["name"] == "val_reward" for each in line["texts"]]
+    found = {question for text in texts for question in re.findall(r"[a-z]at\?", text)}
+    assert found and found <= asked["validation"] and not found & asked["train"]
+
+
 def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
     """GKD's lambda: the share of micro-batches with own answers; the others have those of the records."""
     runs = {share: stages.run("gkd", tmp_path / str(share), DISTILLATION_LAMBDA=share, VALIDATE_EVERY=0) for share in (0, 0.5, 1)}
@@ -196,11 +208,14 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
         logged = next(line for line in metrics if line["step"] == step and "reward" in line)
         assert logged["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
         assert logged["answer_tokens"] == np.mean([line["tokens"] for line in lines])
+        assert logged["reward_std"] == pytest.approx(np.std([line["reward"] for line in lines]))
+        assert logged["equal_groups"] == np.mean([one["reward"] == other["reward"] for one, other in zip(lines[::2], lines[1::2])])
         for group in range(0, 8, 2):
             one, other = lines[group:group + 2]
             assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
             assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
     assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
+    assert not any("<|reserved" in line["answer"] for line in whole.lines("rollouts")), "half of the vocabulary, which the base has never seen"
     report = Report([whole.folder])
     report.read()
     data = report.data()
@@ -274,7 +289,8 @@ def test_answers_in_the_columns_of_verl_alpaca_and_others_are_used_and_named(col
 
 def test_a_value_is_that_of_the_first_column_that_has_one():
     for given, column, answer in (({"answer": 0, "output": "x"}, "answer", 0), ({"answer": None, "reward_model": {"ground_truth": "7"}, "output": "x"},
-                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t")):
+                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t"),
+                                  ({"target": "t", "completion": "c", "solution": "s"}, "completion", "c"), ({"response": "r", "solution": "s", "ground_truth": 0}, "ground_truth", 0)):
         assert answer_column(given) == column and with_answer(given).get("answer") == answer
     rewards = Rewards("REWARD", [("math", 1.0)])
     assert rewards.check([("", '{"answer": 1}'), ("", '{"answer": null}')], "") == ["REWARD reads 'answer', which 1 of 2 records lack; answers to these are left out"]
