@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from common import __version__, interrupts  # noqa: E402
 from common.command_line import SYNONYMS, suggestion  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
-from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES  # noqa: E402
+from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES, choose_waiting  # noqa: E402
 
 COMMANDS = """
 demo                             : run.py --preset sample : train a small model (34 s on two CPU cores)
@@ -93,6 +93,8 @@ def main() -> None:
     if {"RANK", "LOCAL_RANK"} & os.environ.keys():  # left by an earlier job
         for variable in (*RANK_VARIABLES, ERROR_FILE, LAUNCHER_PID):
             os.environ.pop(variable, None)
+    if script in ("evaluate.py", "generate.py", "chat.py"):  # a run chooses after it has read `.env`
+        choose_waiting()
     if script.endswith(".sh"):
         if not path.exists():
             raise SettingsError(f"{program} {name} needs a clone of Paddock; an installed one has no tests")
