@@ -4,7 +4,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import sys
 import threading
 import traceback
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]  # as the user calls it
+TYPED = os.environ.get("PADDOCK_COMMAND")  # how the user called the program, and its command
+PROGRAM = shlex.quote(shlex.split(TYPED or "./paddock")[0])
 # Its commands, by the script that each one runs.
 COMMANDS = {
     "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff", "scripts/without.py": "without",
@@ -143,27 +143,24 @@ def report_uncaught(kind: type, error: BaseException, trace) -> None:
 def command(script: str, *arguments: str | Path, python: str | Path = "") -> str:
     """Return the command that runs a script, given by its path from ROOT, in the shell of the user.
 
-    It is one of ./paddock, or of an installed paddock, where that finds the Python of this process; otherwise
-    it names the Python.
+    It begins as the user called ./paddock or an installed paddock. After `python train.py`, it is ./paddock
+    where that finds the Python of this process; otherwise it names the Python.
     """
     folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
-    by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
-    installed, on_path = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
-    is_installed = PROGRAM == "paddock" and script in COMMANDS
+    is_found = TYPED or folder == ROOT and os.path.realpath(sys.prefix) in known
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    if is_installed and not python and os.path.realpath(on_path) == os.path.realpath(installed):
-        start = ["paddock", *COMMANDS[script].split()]
-    elif by_name:
-        start = ["./paddock", *COMMANDS[script].split()]
+    if is_found and not python and script in COMMANDS:
+        start = f"{PROGRAM} {COMMANDS[script]}"
     else:
-        start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
-    words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
-    return shlex.join(words)
+        interpreter = "bash" if script.endswith(".sh") else typed(python or sys.executable)
+        start = shlex.join([interpreter, typed(ROOT / script)])
+    words = [typed(argument) if isinstance(argument, Path) else argument for argument in arguments]
+    return " ".join([start, *map(shlex.quote, words)])
 
 
 def pip_install(package: str) -> str:

@@ -355,9 +355,9 @@ class Job:
             minutes = MACHINE_MINUTES - int(time.monotonic() - started) // 60
             if minutes <= 0:
                 raise SettingsError(
-                    f"{names} did not start within {MACHINE_MINUTES} min at {host}:{port}{reason}; check that "
-                    "each machine was started with its own --node-rank and the same --nnodes, --master-addr "
-                    "and --master-port, and that it can reach this address")
+                    f"{names} did not start within {MACHINE_MINUTES} min at {host}:{port}{reason}; check "
+                    "that each machine was started with its own --node-rank and the same --nnodes, "
+                    "--master-addr and --master-port, and that it can reach this address")
             if said != (names, minutes):
                 said = names, minutes
                 show(f"Waiting for {names} at {host}:{port} (up to {minutes} min){reason}")
