@@ -4,7 +4,9 @@ import os
 import re
 import select
 import shlex
+import shutil
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 STATUS_SECONDS = 0.5  # between updates of the status line
 WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
+LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
+COMMAND = re.compile(r"\S*(?:paddock|python[\d.]*|bash|torchrun) [^ ].*$")
 # How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 
@@ -71,8 +75,25 @@ def paint(text: str, color: int, stream: TextIO) -> str:
 
 
 def decorated(line: str, stream: TextIO) -> str:
-    """Return a printable line as the stream shows it: on a terminal, warnings and failures are in color."""
+    """Return a printable line as the stream shows it: on a terminal, broken between words, warnings in color."""
+    if stream.isatty():
+        line = wrapped(line, shutil.get_terminal_size().columns)
     return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), line)
+
+
+def wrapped(line: str, width: int) -> str:
+    """Return the line broken between words. A command at its end stays whole, so that it can be copied."""
+    if len(re.sub(r"\x1b\[\d*m", "", line)) <= width:
+        return line
+    indent = " " * LABEL.match(line).end()
+    found = COMMAND.search(line)
+    prose, typed = (line[:found.start()], found[0]) if found else (line, "")
+    lines = textwrap.wrap(prose, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    if typed and lines and len(lines[-1]) + 1 + len(typed) <= width:
+        typed = f"{lines.pop()} {typed}"
+    elif typed:
+        typed = indent + typed
+    return "\n".join([*lines, *filter(None, [typed])])
 
 
 def above_status(stream: TextIO):
