@@ -42,6 +42,7 @@ STATUS_SECONDS = 0.5  # between updates of the status line
 WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
+ESCAPES = re.compile(r"\x1b\[\d*m")
 COMMAND = re.compile(r"\S*(?:paddock|python[\d.]*|bash|torchrun) [^ ].*$")
 # How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
@@ -75,7 +76,7 @@ def paint(text: str, color: int, stream: TextIO) -> str:
 
 
 def decorated(line: str, stream: TextIO) -> str:
-    """Return a printable line as the stream shows it: on a terminal, broken between words, warnings in color."""
+    """Return a printable line as the stream shows it: on a terminal, with line breaks and colors."""
     if stream.isatty():
         line = wrapped(line, shutil.get_terminal_size().columns)
     return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), line)
@@ -83,17 +84,18 @@ def decorated(line: str, stream: TextIO) -> str:
 
 def wrapped(line: str, width: int) -> str:
     """Return the line broken between words. A command at its end stays whole, so that it can be copied."""
-    if len(re.sub(r"\x1b\[\d*m", "", line)) <= width:
-        return line
-    indent = " " * LABEL.match(line).end()
     found = COMMAND.search(line)
     prose, typed = (line[:found.start()], found[0]) if found else (line, "")
-    lines = textwrap.wrap(prose, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    if typed and lines and len(lines[-1]) + 1 + len(typed) <= width:
-        typed = f"{lines.pop()} {typed}"
+    if len(ESCAPES.sub("", line)) <= width or len(ESCAPES.sub("", prose).split()) < 2:
+        return line
+    indent = " " * LABEL.match(line).end()
+    lines = textwrap.wrap(prose, width, subsequent_indent=indent, break_long_words=False,
+                          break_on_hyphens=False)
+    if typed and len(lines[-1]) + 1 + len(typed) <= width:
+        lines[-1] += f" {typed}"
     elif typed:
-        typed = indent + typed
-    return "\n".join([*lines, *filter(None, [typed])])
+        lines.append(indent + typed)
+    return "\n".join(lines)
 
 
 def above_status(stream: TextIO):

@@ -164,7 +164,8 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     if failures := len(checked.exit_codes):
         print_safely(f"{counted(failures, 'problem')} found.", sys.stderr)
     else:
-        show("Ready to train." if checked.inputs else "The plan is complete, but data or a tokenizer is missing.")
+        is_ready = checked.inputs is not None
+        show("Ready to train." if is_ready else "The plan is complete, but data or a tokenizer is missing.")
     for mark in ("FAIL", "warn", "ok"):
         for name, text in checked.lines[mark]:
             show(f"  {mark:<4}  {name}: {text}")

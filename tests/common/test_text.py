@@ -31,7 +31,8 @@ def test_text_of_a_model_is_escaped_on_a_terminal_only(is_terminal, printed, cap
     ("short", ["short"]),
     ("[CPU0] one two three four five", ["[CPU0] one two three", "       four five"]),
     ("  warn  data: one two three four", ["  warn  data: one two", "        three four"]),
-    ("[CPU0] Report:  ./paddock report runs/a-long-name", ["[CPU0] Report:", "       ./paddock report runs/a-long-name"]),
+    ("[CPU0] To go on:  ./paddock train --run-name a", ["[CPU0] To go on:", "       ./paddock train --run-name a"]),
+    ("report   ./paddock report runs/a-long-name", ["report   ./paddock report runs/a-long-name"]),
     ("error: none; run .venv/bin/python x.py", ["error: none; run", ".venv/bin/python x.py"]),
     ("a-very-long-word-without-a-blank-in-it", ["a-very-long-word-without-a-blank-in-it"])])
 def test_words_and_commands_stay_whole_on_a_narrow_terminal(line, lines):
