@@ -86,7 +86,7 @@ def wrapped(line: str, width: int) -> str:
     """Return the line broken between words. A command at its end stays whole, so that it can be copied."""
     found = COMMAND.search(line)
     prose, typed = (line[:found.start()], found[0]) if found else (line, "")
-    if len(ESCAPES.sub("", line)) <= width or len(ESCAPES.sub("", prose).split()) < 2:
+    if len(ESCAPES.sub("", line)) <= width or typed and len(ESCAPES.sub("", prose)) < 12:
         return line
     indent = " " * LABEL.match(line).end()
     lines = textwrap.wrap(prose, width, subsequent_indent=indent, break_long_words=False,
