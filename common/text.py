@@ -6,6 +6,7 @@ import select
 import shlex
 import shutil
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]  # as the user calls it
+TYPED = os.environ.get("PADDOCK_COMMAND")  # how the user called the program, and its command
+PROGRAM = shlex.quote(shlex.split(TYPED or "./paddock")[0])
 # Its commands, by the script that each one runs.
 COMMANDS = {
     "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff", "scripts/without.py": "without",
@@ -39,6 +41,9 @@ CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 STATUS_SECONDS = 0.5  # between updates of the status line
 WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
+LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
+ESCAPES = re.compile(r"\x1b\[\d*m")
+COMMAND = re.compile(r"\S*(?:paddock|python[\d.]*|bash|torchrun) [^ ].*$")
 # How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 
@@ -71,8 +76,26 @@ def paint(text: str, color: int, stream: TextIO) -> str:
 
 
 def decorated(line: str, stream: TextIO) -> str:
-    """Return a printable line as the stream shows it: on a terminal, warnings and failures are in color."""
+    """Return a printable line as the stream shows it: on a terminal, with line breaks and colors."""
+    if stream.isatty():
+        line = wrapped(line, shutil.get_terminal_size().columns)
     return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), line)
+
+
+def wrapped(line: str, width: int) -> str:
+    """Return the line broken between words. A command at its end stays whole, so that it can be copied."""
+    found = COMMAND.search(line)
+    prose, typed = (line[:found.start()], found[0]) if found else (line, "")
+    if len(ESCAPES.sub("", line)) <= width or typed and len(ESCAPES.sub("", prose)) < 12:
+        return line
+    indent = " " * LABEL.match(line).end()
+    lines = textwrap.wrap(prose, width, subsequent_indent=indent, break_long_words=False,
+                          break_on_hyphens=False)
+    if typed and len(lines[-1]) + 1 + len(typed) <= width:
+        lines[-1] += f" {typed}"
+    elif typed:
+        lines.append(indent + typed)
+    return "\n".join(lines)
 
 
 def above_status(stream: TextIO):
@@ -143,27 +166,24 @@ def report_uncaught(kind: type, error: BaseException, trace) -> None:
 def command(script: str, *arguments: str | Path, python: str | Path = "") -> str:
     """Return the command that runs a script, given by its path from ROOT, in the shell of the user.
 
-    It is one of ./paddock, or of an installed paddock, where that finds the Python of this process; otherwise
-    it names the Python.
+    It begins as the user called ./paddock or an installed paddock. After `python train.py`, it is ./paddock
+    where that finds the Python of this process; otherwise it names the Python.
     """
     folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
-    by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
-    installed, on_path = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
-    is_installed = PROGRAM == "paddock" and script in COMMANDS
+    is_found = TYPED or folder == ROOT and os.path.realpath(sys.prefix) in known
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    if is_installed and not python and os.path.realpath(on_path) == os.path.realpath(installed):
-        start = ["paddock", *COMMANDS[script].split()]
-    elif by_name:
-        start = ["./paddock", *COMMANDS[script].split()]
+    if is_found and not python and script in COMMANDS:
+        start = f"{PROGRAM} {COMMANDS[script]}"
     else:
-        start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
-    words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
-    return shlex.join(words)
+        interpreter = "bash" if script.endswith(".sh") else typed(python or sys.executable)
+        start = shlex.join([interpreter, typed(ROOT / script)])
+    words = [typed(argument) if isinstance(argument, Path) else argument for argument in arguments]
+    return " ".join([start, *map(shlex.quote, words)])
 
 
 def pip_install(package: str) -> str:

@@ -162,11 +162,16 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     checked.check_start()
     checked.check_hardware()
     checked.check_plan()
+    # The verdict first, then what needs attention.
     if failures := len(checked.exit_codes):
         print_safely(f"{counted(failures, 'problem')} found.", sys.stderr)
-        return checked.exit_codes[0]
-    show("Ready to train." if checked.inputs else "The plan is complete, but data or a tokenizer is missing.")
-    return 0
+    else:
+        is_ready = checked.inputs is not None
+        show("Ready to train." if is_ready else "The plan is complete, but data or a tokenizer is missing.")
+    for mark in ("FAIL", "warn", "ok"):
+        for name, text in checked.lines[mark]:
+            show(f"  {mark:<4}  {name}: {text}")
+    return checked.exit_codes[0] if failures else 0
 
 
 class StepPlan(NamedTuple):
@@ -179,11 +184,12 @@ class StepPlan(NamedTuple):
 
 
 class Check:
-    """The list that --check prints. The optional attributes stay None if their check fails."""
+    """The lines that --check prints. The optional attributes stay None if their check fails."""
 
     def __init__(self, planned: Plan):
         self.planned, self.config = planned, planned.config
         self.exit_codes: list[int] = []  # of the failed checks
+        self.lines: dict[str, list[tuple[str, str]]] = {"FAIL": [], "warn": [], "ok": []}  # (name, text)
         self.device: Optional[torch.device] = None
         self.dtype: Optional[torch.dtype] = None  # for computation
         self.tokenizer: Any = None
@@ -193,8 +199,7 @@ class Check:
         self.plan: Optional[StepPlan] = None
 
     def line(self, name: str, text: str, mark: str = "ok") -> None:
-        for each in text.splitlines():
-            show(f"  {mark:<4}  {name}: {each}")
+        self.lines[mark] += [(name, each) for each in text.splitlines()]
 
     def messages(self, name: str, notes: Sequence[str], warnings: Sequence[str]) -> None:
         for mark, texts in (("ok", notes), ("warn", warnings)):

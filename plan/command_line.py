@@ -12,7 +12,7 @@ from common.command_line import VERSION, filled
 from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
 from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
-from parallel.process import check_ranks, configure_allocator, first_on_machine, rank_note
+from parallel.process import check_ranks, choose_waiting, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
@@ -133,3 +133,4 @@ def set_variables(exports: Mapping[str, str], huge_pages: bool = False) -> None:
     for name, value in exports.items():
         os.environ.setdefault(name, value)
     configure_allocator(huge_pages)
+    choose_waiting()

@@ -103,7 +103,8 @@ def table(rows) -> list[str]:
         return "" if value is None else format(value, form)
 
     cells = [("", "metric", "value", "+-", "chance", "n")]
-    cells += [(row.name, row.metric.replace("_", " "), number(row.value), number(row.stderr),
+    cells += [(row.name, row.metric.replace("_", " "), number(row.value),
+               number(None if row.n == 1 else row.stderr),  # of one item it is unknown
                number(row.chance), number(row.n, ",")) for row in rows]
     return aligned(cells, left=2)
 
@@ -174,13 +175,17 @@ def paired_tests(before: Measured, after: Measured) -> list:
 
 def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     """Return the lines of the table and the answers."""
+    from extensions.report.paired import FEWEST
+
     cells = [("", "metric", "before", "after", "difference", "+-", "p", "n")]
     for first, last, test in zip(before.rows, after.rows, tests):
-        error = ("", "", "") if test is None else (
+        error = ("", "", "") if test is None else ("", "", f"{test.n:,}") if test.n < FEWEST else (
             f"{test.stderr:.4f}", f"{test.p:.2g}" if test.p >= 1e-4 else "<0.0001", f"{test.n:,}")
         cells.append((last.name, last.metric.replace("_", " "), f"{first.value:.4f}", f"{last.value:.4f}",
                       f"{last.value - first.value:+.4f}", *error))
     lines = aligned(cells, left=2)
+    if any(test and test.n < FEWEST for test in tests):
+        lines.append(f"Fewer than {FEWEST} items are too few for an error or a verdict.")
     for (prompt, first), (_, last) in zip(before.answers, after.answers):
         lines += ["", f"prompt:  {prompt}", f"before:  {first}", f"after:   {last}"]
     return lines

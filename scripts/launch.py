@@ -43,7 +43,7 @@ from common import interrupts
 from common.command_line import CommandParser
 from common.errors import CheckpointError, HangError, SettingsError, run_script
 from common.files import disk_errors, plain
-from common.text import counted, print_safely, silence_unread_streams
+from common.text import counted, print_safely, show, silence_unread_streams
 from config import Config
 from parallel import process
 from parallel.process import LOOPBACK, is_loopback, listen_at
@@ -57,6 +57,7 @@ LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
 RESTARTED = (1, HangError.exit_code)  # codes of failures that need not recur
 IDLE_STARTS = 2  # starts in a row without a new checkpoint that end a job
+MACHINE_MINUTES = 15  # for all machines to start their launcher
 AGREE_SECONDS = 60  # beyond DISTRIBUTED_TIMEOUT, for other machines to notice a failure
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
          "SIGABRT": " (NCCL does this after an error of a GPU or the network: see its output, and dmesg)",
@@ -323,23 +324,52 @@ class Job:
 
                 # We host the store ourselves, because torch's would listen on all interfaces.
                 self.store = host_store(listening)
+            if self.args.nnodes > 1:
+                self.wait_for_machines()
         logs = open_logs(self.config, self.args.node_rank)
         return logs.end(*launch(self, number, flags, logs))
+
+    def wait_for_machines(self) -> None:
+        """Connect to the first machine's store, and wait until every machine's launcher has done so.
+
+        It looks once a second instead of waiting in torch, where Python could not handle a signal.
+        """
+        from torch.distributed import TCPStore
+
+        host, port = self.endpoint
+        started, said, reason = time.monotonic(), None, ""
+        while True:
+            missing = [0]
+            try:
+                if self.store is None:
+                    socket.create_connection((host, port), timeout=1).close()
+                    self.store = TCPStore(host, port, is_master=False)
+                self.store.set(f"machine-{self.args.node_rank}", "started")
+                nodes = range(self.args.nnodes)
+                missing = [node for node in nodes if not self.store.check([f"machine-{node}"])]
+            except (OSError, RuntimeError) as error:
+                reason = f" ({(str(error).splitlines() or [''])[0]})"
+            if not missing:
+                return
+            names = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
+            minutes = MACHINE_MINUTES - int(time.monotonic() - started) // 60
+            if minutes <= 0:
+                raise SettingsError(
+                    f"{names} did not start within {MACHINE_MINUTES} min at {host}:{port}{reason}; check "
+                    "that each machine was started with its own --node-rank and the same --nnodes, "
+                    "--master-addr and --master-port, and that it can reach this address")
+            if said != (names, minutes):
+                said = names, minutes
+                show(f"Waiting for {names} at {host}:{port} (up to {minutes} min){reason}")
+            time.sleep(1)
 
     def agree(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of all machines."""
         if self.args.nnodes == 1:
             return state
-        from torch.distributed import TCPStore
-
         seconds = self.config.distributed_timeout + AGREE_SECONDS
         keys = [f"ended-{number}-{node}" for node in range(self.args.nnodes)]
-        try:
-            limit = timedelta(seconds=seconds)
-            store = self.store or TCPStore(*self.endpoint, is_master=False, timeout=limit)
-        except RuntimeError:  # the first machine is gone
-            return {**state, "again": False}
-        return agree(store, keys, self.args.node_rank, state, seconds)
+        return agree(self.store, keys, self.args.node_rank, state, seconds)
 
     def run(self) -> tuple[Ending, str]:
         """Run the job; return the ending to report, and words about restarts."""

@@ -6,6 +6,8 @@ command must have, as scripts/setup.sh's set_up takes it, and nothing if it work
 
 import ast
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,35 +19,37 @@ sys.path.insert(0, str(ROOT))
 from common import __version__, interrupts  # noqa: E402
 from common.command_line import SYNONYMS, suggestion  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
-from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES  # noqa: E402
+from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES, choose_waiting  # noqa: E402
 
 COMMANDS = """
 demo                             : run.py --preset sample : train a small model (34 s on two CPU cores)
-test                             : test.sh                : run the tests
 prepare text|chats|pairs SOURCE  : prepare.py             : tokenize text, chats or preference pairs
 check                            : run.py --check         : check settings, data, memory and time
 train                            : run.py                 : train on the CPU, one GPU or all GPUs
-sweep --vary NAME=VALUES         : sweep.py               : compare settings, each with several seeds
-race --seeds N                   : dev/ab_benchmark.py    : compare recipes by an A/B benchmark
-pipeline                         : pipeline.py            : train every stage on sample data
 runs                             : runs.py                : list runs; --clean suggests deletions
 report [RUN ...]                 : report.py              : write a report of a run, or compare runs
-eval MODEL                       : evaluate.py            : evaluate a run or a model
 chat MODEL                       : chat.py                : chat with a model in the terminal
 serve MODEL                      : chat.py --serve        : serve a chat page and an OpenAI API
-generate MODEL                   : generate.py            : generate text
+eval MODEL                       : evaluate.py            : evaluate a run or a model
 export MODEL --to FORMAT         : export.py              : convert to hf, merged or gguf, or upload
+More
 import SOURCE FOLDER             : import_checkpoint.py   : import a Llama model to start from
-verify RUN                       : verify_checkpoint.py   : verify the hashes of checkpoints
-doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
-replay RUN --step N              : replay_step.py         : repeat one step and examine it
-diff RUN RUN                     : diff_runs.py           : find where two runs first differ
-at-step RUN STEP --output FOLDER : at_step.py             : re-create any past step, with proof
-without RUN --find PATTERN       : without.py             : train a run without some data, and compare
+generate MODEL                   : generate.py            : generate text
 inspect DATA                     : inspect_data.py        : show statistics and rows of prepared data
+sweep --vary NAME=VALUES         : sweep.py               : compare settings, each with several seeds
+race --seeds N                   : dev/ab_benchmark.py    : compare recipes by an A/B benchmark
+without RUN --find PATTERN       : without.py             : train a run without some data, and compare
+pipeline                         : pipeline.py            : train every stage on sample data
+verify RUN                       : verify_checkpoint.py   : verify the hashes of checkpoints
+diff RUN RUN                     : diff_runs.py           : find where two runs first differ
+replay RUN --step N              : replay_step.py         : repeat one step and examine it
+at-step RUN STEP --output FOLDER : at_step.py             : re-create any past step, with proof
+doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
+test                             : test.sh                : run the tests
 """
-TABLE = [tuple(map(str.strip, line.split(" : "))) for line in COMMANDS.strip().splitlines()]
-SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in TABLE}
+DAILY, MORE = ([tuple(map(str.strip, line.split(" : "))) for line in part.strip().splitlines()]
+               for part in COMMANDS.split("\nMore\n"))
+SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in [*DAILY, *MORE]}
 # Commands of other trainers; docs/coming-from.md explains them.
 ELSEWHERE = {name: ours for ours, names in (
     ("train", "pretrain base_train pt"), ("train --training-stage dpo", "dpo orpo simpo kto"),
@@ -59,7 +63,8 @@ EXTRAS = "requirements-extras.txt"
 
 def show_list(program: str) -> None:
     print(f"usage: {program} COMMAND [flags]\n       {program} COMMAND --help\n")
-    print("\n".join(f"  {usage:32} {meaning}" for usage, _, meaning in TABLE))
+    for title, table in (("", DAILY), ("\nMore:\n", MORE)):
+        print(title + "\n".join(f"  {usage:32} {meaning}" for usage, _, meaning in table))
     print("\nComing from another trainer: docs/coming-from.md")
 
 
@@ -73,7 +78,9 @@ def requirements(name: str, words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    program = "./paddock" if os.path.basename(sys.argv[0]) == "main.py" else "paddock"
+    typed = os.environ.pop("PADDOCK_TYPED", sys.argv[0])
+    program = "./paddock" if typed.endswith("main.py") else typed
+    program = "paddock" if program == shutil.which("paddock") else shlex.quote(program)
     is_question = sys.argv[1:2] == ["--requirements"]
     name, *flags = sys.argv[1 + is_question:] or ["--help"]
     if name in ("-h", "--help", "help", "--version"):
@@ -93,6 +100,8 @@ def main() -> None:
     if {"RANK", "LOCAL_RANK"} & os.environ.keys():  # left by an earlier job
         for variable in (*RANK_VARIABLES, ERROR_FILE, LAUNCHER_PID):
             os.environ.pop(variable, None)
+    if script in ("evaluate.py", "generate.py", "chat.py"):  # a run chooses after it has read `.env`
+        choose_waiting()
     if script.endswith(".sh"):
         if not path.exists():
             raise SettingsError(f"{program} {name} needs a clone of Paddock; an installed one has no tests")

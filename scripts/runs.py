@@ -65,9 +65,8 @@ def read_run(folder: Path, name: str) -> Run:
     """Read a run's logs. Raise CheckpointError if the folder is not a run."""
     reader = RunReader(folder, name)
     reader.read()
-    settings = reader.settings or settings_of(reader.newest_checkpoint())
-    step, max_steps = max(0, reader.newest), settings.get("MAX_STEPS") or 0
-    state, _ = reader.state(step, max_steps)
+    settings = reader.settings = reader.settings or settings_of(reader.newest_checkpoint())
+    state, _ = reader.state()
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
     loss = next((f"{reader.curves[curve].newest[0]:.4f} {kind}" for curve, kind in results.items()
@@ -75,7 +74,7 @@ def read_run(folder: Path, name: str) -> Run:
     stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
     starts = " ".join(format_value(settings.get(setting)) for setting in STARTS)
-    steps = f"{step:,}/{max_steps:,}" if settings else str(step)
+    steps = f"{reader.step:,}/{reader.max_steps:,}" if settings else str(reader.step)
     return Run(folder, name, stage, steps, state, loss, max(logs), folder_bytes(folder), starts)
 
 

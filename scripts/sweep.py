@@ -111,7 +111,7 @@ class Sweep:
             return False
         reader = Report([run]).runs[0]
         reader.read()
-        return reader.state(max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0)[0] == "finished"
+        return reader.state()[0] == "finished"
 
     def train(self, gpus: list[Optional[str]]) -> None:
         """Train the unfinished runs, one at a time on each of these GPUs (None: the default device)."""

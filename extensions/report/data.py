@@ -343,8 +343,8 @@ class RunReader:
 
     def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
         """Return the run for the page's data, with so many points per curve and this share of the rest."""
-        step, max_steps, eta = max(0, self.newest), self.settings.get("MAX_STEPS") or 0, None
-        state, sentence = self.state(step, max_steps)
+        step, max_steps, eta = self.step, self.max_steps, None
+        state, sentence = self.state()
         if state == "running" and len(self.recent) > 1:
             (first, began), (last, ended) = self.recent[0], self.recent[-1]
             eta = (max_steps - last) * (ended - began) / max(1, last - first)
@@ -381,7 +381,19 @@ class RunReader:
         newest = self.curves[name].newest if name in self.curves else None
         return newest[0] if newest and math.isfinite(newest[0]) else None
 
-    def state(self, step: int, max_steps: int) -> tuple[str, str]:
+    @property
+    def step(self) -> int:
+        """The last finished step; its numbers may not be logged yet."""
+        end = self.processes[-1].end if self.processes else {}
+        return max(0, self.newest, end.get("step", 0))
+
+    @property
+    def max_steps(self) -> int:
+        return self.settings.get("MAX_STEPS") or 0
+
+    def state(self) -> tuple[str, str]:
+        """Return a word and a sentence."""
+        step, max_steps = self.step, self.max_steps
         reason, last_sign, log = None, None, self.folder / "metrics.jsonl"
         if self.processes:
             reason, last_sign = self.processes[-1].end.get("reason"), self.processes[-1].last_sign

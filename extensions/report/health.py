@@ -10,7 +10,7 @@ import numpy as np
 from common.text import counted
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
-from extensions.report.paired import SIGNIFICANT, Trend, difference_text, sign_test
+from extensions.report.paired import FEWEST, SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -66,7 +66,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     curve, trend, label = curves[measured[0]], trends.get(measured[0]), main.title.lower()
     first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.change()
-    margin, proof, is_few = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)", False
+    margin, proof = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)"
     if measured[0] == main.training:
         label, last = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item()
         proof = " (recent median)"
@@ -74,22 +74,21 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
         if trend and trend.last:
-            number = len(trend.last.scores[trend.metric])
-            items = counted(number, trend.last.kind.removesuffix("s"))
-            right, proof = round(last * number), f" (from chance, over {items})"
-            margin = 0.0 if sign_test(right, number - right) < SIGNIFICANT else math.inf
-            is_few = sign_test(number, 0) >= SIGNIFICANT
+            right, wrong = round(last * trend.number), trend.number - round(last * trend.number)
+            proof = f" (from chance, over {trend.number:,} {trend.last.kind})"
+            margin = 0.0 if sign_test(right, wrong) < SIGNIFICANT else math.inf
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
         margin = 0.0 if test.p < SIGNIFICANT else math.inf
-        is_few = sign_test(test.n, 0) >= SIGNIFICANT
-
     worse_by = (first - last) if main.higher else (last - first)
-    alike = "few" if is_few else "same"
-    outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else alike
+    outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else "same"
+    is_few = trend is not None and trend.last is not None and trend.number < FEWEST
+    if is_few and measured[0] == main.curve:
+        items = counted(trend.number, trend.last.kind.removesuffix("s"))
+        outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST})"
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
-    texts, last_text = [], value_text(last, main.percent)
+    last_text = value_text(last, main.percent)
     if math.isnan(newest[measured[0]]):
         outcome, last_text, proof = "diverged", "not finite", ""
     elif math.isnan(newest.get(LOSS.curve, 0)):
@@ -101,18 +100,12 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         outcome = "diverged"
     elif state == "failed" and "no gradient" in kinds:
         outcome = "stopped"
-    elif rise and main is LOSS and losses.best is not losses.first:
+    elif rise and not is_few and main is LOSS and losses.best is not losses.first:
         outcome, proof = "overfit", difference_text(rise, losses.last.kind)
         last_text = f"{value_text(rise.a)} at step {losses.best.step:,} → {last_text}"
     word = WORDS[outcome][state == "running"]
-    texts.append(f"{word}: {label} {value_text(first, main.percent)} → {last_text}{proof}")
-    for name, label in task_names(curves, hellaswag).items():
-        stem = name.removesuffix("_acc")
-        if stem != name and name in newest:
-            stderr, chance = newest.get(f"{stem}_stderr"), newest.get(f"{stem}_chance")
-            error_text = f" ± {100 * stderr:.1f}" if stderr else ""
-            chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
-            texts.append(f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}")
+    texts = [f"{word}: {label} {value_text(first, main.percent)} → {last_text}{proof}",
+             *accuracies(curves, newest, hellaswag)]
     yield None if outcome == "few" else outcome == "better", "; ".join(texts) + "."
     if rise and main is not LOSS:
         yield None, (f"The validation loss has risen since step {losses.best.step:,}, where it was "
@@ -121,6 +114,17 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     if measured[0] == LOSS.curve and not test and outcome == "better" and last > best + max(
             1.5 * margin, 0.02 * abs(best)):
         yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."
+
+
+def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag: str) -> Iterator[str]:
+    """Yield the newest accuracy of each set of items."""
+    for name, label in task_names(curves, hellaswag).items():
+        stem = name.removesuffix("_acc")
+        if stem != name and name in newest:
+            stderr, chance = newest.get(f"{stem}_stderr"), newest.get(f"{stem}_chance")
+            error_text = f" ± {100 * stderr:.1f}" if stderr else ""
+            chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
+            yield f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}"
 
 
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],

@@ -14,6 +14,7 @@ BITS = ("correct", "correct_norm", "exact", "preferred")  # booleans in the orde
 NUMBERS = ("loss", "count", "rouge_l", "reward")
 LARGEST = 1e30  # larger numbers have infinite sums of squares
 SIGNIFICANT = 0.05
+FEWEST = 10  # items for a verdict
 NOT_TRIVIAL = 0.01  # rise of a loss, as a share of its best, from which it counts
 
 
@@ -157,6 +158,11 @@ class Trend:
         if self.sign * self.compare(self.best, scores).difference < 0:
             self.best = scores
 
+    @property
+    def number(self) -> int:
+        """The number of items of the last evaluation."""
+        return len(self.last.scores[self.metric])
+
     def compare(self, a: Optional[ItemScores], b: Optional[ItemScores]) -> Paired:
         """Test the values of b against those of a."""
         values = [each.scores[self.metric] for each in (a, b)]
@@ -166,7 +172,7 @@ class Trend:
 
     def change(self) -> Optional[Paired]:
         """Return the test of the last evaluation against the first; None without two, or a single item."""
-        if self.first is self.last or len(self.last.scores[self.metric]) < 2:
+        if self.first is self.last or self.number < 2:
             return None
         return self.compare(self.first, self.last)
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from common.text import counted, duration, show_part
+from common.text import counted, duration, show_part, wrapped
 
 
 @pytest.mark.parametrize("seconds, shown", [(0, "0:00"), (59.9, "0:59"), (330, "5:30"), (3600, "1:00:00"), (7530, "2:05:30"),
@@ -25,3 +25,15 @@ def test_text_of_a_model_is_escaped_on_a_terminal_only(is_terminal, printed, cap
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     show_part("a\x1b[2J\nb\u202e\udc80")
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("line, lines", [
+    ("short", ["short"]),
+    ("[CPU0] one two three four five", ["[CPU0] one two three", "       four five"]),
+    ("  warn  data: one two three four", ["  warn  data: one two", "        three four"]),
+    ("[CPU0] To go on:  ./paddock train --run-name a", ["[CPU0] To go on:", "       ./paddock train --run-name a"]),
+    ("report   ./paddock report runs/a-long-name", ["report   ./paddock report runs/a-long-name"]),
+    ("error: none; run .venv/bin/python x.py", ["error: none; run", ".venv/bin/python x.py"]),
+    ("a-very-long-word-without-a-blank-in-it", ["a-very-long-word-without-a-blank-in-it"])])
+def test_words_and_commands_stay_whole_on_a_narrow_terminal(line, lines):
+    assert wrapped(line, 22).split("\n") == lines

@@ -38,6 +38,7 @@ from plan.names import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, va
 from plan.starts import Start
 
 ROOT = Path(__file__).resolve().parents[2]
+WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 ON_A_CPU = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
@@ -260,7 +261,7 @@ LIBRARY_KEYS = """
 
 
 def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1", **WAITING})
     Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
     loaded = make_plan([], {**os.environ, **DATA})
     assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
@@ -268,7 +269,7 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert "HF_HOME" in actual and "OMP_NUM_THREADS" not in actual and reference.endswith("overrides .env: OMP_NUM_THREADS")
     assert "canary" not in actual + repr(loaded), "some are secrets"
     export(loaded)
-    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | ON_A_CPU
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | WAITING | ON_A_CPU
 
 
 @pytest.mark.parametrize("environ, env, expected", [
@@ -277,10 +278,23 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     ({}, "PYTORCH_ALLOC_CONF=backend:native\n", {"PYTORCH_ALLOC_CONF": "backend:native"}),
     ({"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"}, "", {"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"})])
 def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(environ))
+    monkeypatch.setattr(os, "environ", {**environ, **WAITING})
     Path(".env").write_text(env)
     export(make_plan([], {**os.environ, **DATA}))
-    assert os.environ == ON_A_CPU | expected
+    assert os.environ == WAITING | ON_A_CPU | expected
+
+
+@pytest.mark.parametrize("statistics, environ, expected", [
+    ("400000000 20000000 9", {}, WAITING), ("400000000 90000000 9", {}, {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}), ("", {}, WAITING),
+    *(("400000000 90000000 9", {name: "5"}, {name: "5"}) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"))])
+def test_threads_do_not_spin_beside_other_programs_unless_the_user_says_so(statistics, environ, expected, monkeypatch):
+    """The kernel counts nanoseconds that a process ran, nanoseconds that it waited to run, and turns."""
+    monkeypatch.setattr(os, "environ", dict(environ))
+    Path("schedstat").write_text(statistics)
+    process.choose_waiting(Path("schedstat"))
+    assert os.environ == expected
+    process.choose_waiting(Path("missing"))  # ranks keep what their launcher chose
+    assert os.environ == expected
 
 
 def test_variables_in_env_are_expanded():

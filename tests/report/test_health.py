@@ -97,11 +97,12 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
         assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
     values, followed = measured(0.0, 1.0, metric="preferred", n=1)
     assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (
-        None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (from chance, over 1 chat).")
-    for n, good, word in ((2, None, "Too few to tell"), (5, None, "Too few to tell"), (6, False, "Did not learn")):
+        None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (1 chat held out; a verdict needs 10).")
+    for n, good, word, proof in ((2, None, "Too few to tell", "(2 chats held out; a verdict needs 10)."),
+                                 (9, None, "Too few to tell", "(9 chats held out; a verdict needs 10)."), (10, False, "Did not learn", "paired over 10 chats).")):
         values, followed = measured(6.63, 6.52, noise=0.2, n=n)
         good_now, text = next(learning(values, "finished", (), "", LOSS, followed))
-        assert (good_now, text.split(":")[0]) == (good, word) and text.endswith(f"paired over {n} chats).")
+        assert (good_now, text.split(":")[0]) == (good, word) and text.endswith(proof)
     values, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
     values |= curves(train_loss=[0.0, 0.02, 0.05])
     assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")

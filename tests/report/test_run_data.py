@@ -78,6 +78,12 @@ def test_the_report_shows_how_a_run_ended(folder, reason, state, sentence):
     assert (run["state"], run["sentence"]) == (state, sentence)
 
 
+def test_steps_whose_numbers_are_not_logged_yet_count(folder):
+    """With LOG_EVERY=10, a run that ends after step 7 has the line of step 5 at most."""
+    started(folder, {"time": time.time(), "step": 7, "event": "end", "reason": "STOP_STEP"})
+    assert read(folder).data()["runs"][0]["sentence"] == "stopped by STOP_STEP after 7 of 10 steps"
+
+
 def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
     with FileLock(folder / "run.lock") as lock:

@@ -72,6 +72,16 @@ def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_pat
     assert command("scripts/generate.py") == "./paddock generate"
 
 
+@pytest.mark.parametrize("called", ["./paddock", "../clone/paddock", "/a b/paddock", "paddock"])
+def test_a_command_begins_as_the_user_called_the_last_one(called, tmp_path):
+    """Through the shell script and the list of commands, from any folder."""
+    program = tmp_path / "program.py"
+    program.write_text("from common.text import PROGRAM, command\nprint(command('scripts/report.py', 'a b'), '|', PROGRAM)")
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, text=True, check=True, capture_output=True,
+                          env=BARE | {"PYTHONPATH": str(ROOT), "PADDOCK_COMMAND": f"{shlex.quote(called)} train"})
+    assert done.stdout == f"{shlex.quote(called)} report 'a b' | {shlex.quote(called)}\n"
+
+
 # Without the packages
 
 

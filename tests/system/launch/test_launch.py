@@ -466,6 +466,25 @@ def die() -> None:
     do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
 
 
+@pytest.mark.parametrize(("node", "waits_for"), [(0, "node 1"), (1, "node 0")])
+def test_a_machine_that_waits_for_another_says_so_and_a_signal_ends_it_at_once(node, waits_for, tiny_run):
+    run, port = tiny_run(), free_port()
+    with launch(run, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}") as command:
+        command.wait_for(lambda: f"Waiting for {waits_for} at 127.0.0.1:{port} (up to 15 min)" in command.text())
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.wait(timeout=10) == 143
+    assert command.last_line() == "Stopped."
+
+
+def test_a_machine_that_never_starts_is_an_error_that_names_it(monkeypatch, tiny_run):
+    monkeypatch.setattr(launcher, "MACHINE_MINUTES", 0)
+    with pytest.raises(SettingsError, match="^nodes 1, 2 did not start within 0 min at 127.0.0.1"):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            job = launcher.Job(Namespace(nnodes=3, node_rank=0), [], None, 1)
+            job.endpoint, job.store = listening.getsockname(), ranks.host_store(listening)
+            job.wait_for_machines()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_two_launchers_are_one_job(killed, tiny_run):
