@@ -299,6 +299,7 @@ def identify(source: Source, known: dict[str, list],
 
 def format_of(name: str) -> tuple[str | None, str | None]:
     """Return (format, compression) by a file's suffixes; the format is None if unsupported."""
+    name = re.sub(r"^(https?:.*?)[?#].*", r"\1", name)  # without a presigned URL's query
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:

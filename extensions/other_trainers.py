@@ -175,17 +175,22 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
 def compute(layers: Sequence) -> None:
     """Set what depends on the settings of all layers: defaults, numbers of rows, and the data of a stage."""
     for layer in layers:
+        if str(layer.values.get("run_name", ("",))[0]).lower() in ("none", "null"):
+            layer.notes["run_name="] = "RUN_NAME=none is no name: a name with the date is chosen"
+    theirs = [layer for layer in layers
+              if layer.named or str(layer.values.get("max_steps", ("",))[0]) == "-1"]
+    for layer in theirs:
         take_names(layer)
-    if not any("training_stage" in layer.values for layer in layers):
-        for layer in layers:
+    if theirs and not any("training_stage" in layer.values for layer in layers):
+        for layer in theirs:
             if layer.values.get("data_path", ("",))[0][:1] == ("datasets",):
                 layer.values["training_stage"] = ("sft", layer.values["data_path"][1])
                 layer.notes["training_stage"] = "datasets without a stage is TRAINING_STAGE=sft"
-    for layer in layers:
+    for layer in theirs:
         imply_defaults(layer, layers)
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
-    for layer in layers:
+    for layer in theirs:
         for form, setting in EQUAL.items():
             value, where = layer.named.get(form, ("", ""))
             if value and value != str(given.get(setting, ("",))[0]):

@@ -153,6 +153,10 @@ def read_config_file(path: Path) -> Layer:
     comment = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*')  # the first group: text, which may contain //
     try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
         text = read_text(path, "utf-8-sig")
+        for event in yaml.parse(text) if is_yaml else ():
+            if isinstance(event, yaml.AliasEvent):  # a few lines may stand for gigabytes
+                problem = f"*{event.anchor} repeats values, which is not supported here; write them out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
@@ -23,7 +23,7 @@ from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
-from common.files import commit, disk_errors
+from common.files import commit, disk_errors, sync_folder
 from common.text import counted
 from config import Config
 from dataloaders import MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
@@ -117,10 +117,10 @@ class Progress(SavedProgress):
         """Steps that changed the weights; the learning-rate schedule counts only these."""
         return self.step - self.skipped_steps
 
-    def note_validation(self, loss: float, skip_steps: int) -> bool:
-        """Record a validation loss; return whether it is a new best, which NaN never is."""
+    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
+        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
         self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
-        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
+        if math.isfinite(loss) and loss <= first and loss < (self.best_val_loss or math.inf):
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
         if self.step > skip_steps:
@@ -166,6 +166,7 @@ class Run:
     extensions: Sequence[Extension] = ()
     plan: Optional[Plan] = None  # none outside of training
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
+    facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
 
     def __post_init__(self) -> None:
         self.ranks, self.log = self.context.ranks, self.context.log
@@ -206,11 +207,10 @@ class Run:
             return f"To continue, {epochs or f'set MAX_STEPS above {progress.step}'}."
         if not self.finished:
             return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
-        best = "finite loss"
-        if progress.best_step:
-            best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
+        step = progress.best_step
+        best = f"{progress.best_val_loss:.4f} (step {step})" if step else "the first"
         return (f"Early stopping: {counted(progress.validations_without_best, 'validation')} without a "
-                f"{best}; to continue, raise EARLY_STOPPING_PATIENCE.")
+                f"loss below {best}; to continue, raise EARLY_STOPPING_PATIENCE.")
 
     def why_ended(self, error: Optional[BaseException]) -> str:
         """Return why this process takes no more steps; `error` is the exception that it raised, if any."""
@@ -253,6 +253,9 @@ def start_writing(run: Run) -> None:
     def clear() -> None:
         with disk_errors(run.folder):
             store.check_room(run.folder, 0)
+            (run.folder / "tmp-probe").mkdir(exist_ok=True)  # what saving needs, before the first step
+            (run.folder / "tmp-probe").rename(run.folder / "tmp-renamed").rmdir()
+            sync_folder(run.folder)
             if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
@@ -306,7 +309,7 @@ def record_settings(run: Run) -> None:
     config, first = run.config, run.progress.step + 1
     if not is_folder_lost(run):
         run.ranks.on_rank0(lambda: run_folder.write_segment(
-            run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
+            run.folder, first, config.public() | run.facts, run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

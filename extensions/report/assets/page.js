@@ -539,12 +539,24 @@ function linkToView() {
 /** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
-  const {axis, smoothing, hidden, zoom: range, theme} = JSON.parse(decodeURIComponent(location.hash.slice(6)));
-  Object.assign(view, {axis, smoothing, hidden: new Set(hidden)});
-  for (const [id, value] of Object.entries({axis, smoothing, theme})) byId(id).value = value;
-  setTheme(theme);
+  let options;
+  try {
+    options = JSON.parse(decodeURIComponent(location.hash.slice(6)));
+  } catch {
+    return;  // a link that was cut off
+  }
+  const {axis, smoothing, hidden, zoom: range, theme} = options ?? {};
+  for (const [id, value] of Object.entries({axis, smoothing, theme})) {
+    const box = byId(id), before = box.value;
+    box.value = value;
+    if (box.value !== String(value)) box.value = before;  // not one of its values
+  }
+  view.axis = byId("axis").value;
+  view.smoothing = Number(byId("smoothing").value);
+  if (Array.isArray(hidden)) view.hidden = new Set(hidden);
+  setTheme(byId("theme").value);
   refresh();
-  zoom(groupOf("steps"), range);
+  if (Array.isArray(range) && range.length === 2 && range.every(Number.isFinite)) zoom(groupOf("steps"), range);
 }
 
 function setTheme(theme) {

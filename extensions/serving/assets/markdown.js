@@ -5,7 +5,14 @@ const lexed = new WeakMap();  // answer -> {text, tokens}, because most answers 
 
 function partsOf(reply) {
   if (lexed.get(reply)?.text !== reply.text) {
-    lexed.set(reply, {text: reply.text, tokens: marked.lexer(reply.text, {gfm: true})});
+    let tokens = [{type: "plain", raw: reply.text}];
+    try {  // a thousand nested lists overflow the stack
+      tokens = marked.lexer(reply.text, {gfm: true});
+      nodesOf(tokens);
+    } catch {
+      tokens = [{type: "plain", raw: reply.text}];
+    }
+    lexed.set(reply, {text: reply.text, tokens});
   }
   return nodesOf(lexed.get(reply).tokens);
 }
