@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 
 from checkpoint import model_json
 from common.text import command, counted, without_passwords
-from config import Config
+from config import Config, on_resume
 from plan.names import (
     ALIASES,
     OTHER_WAYS,
@@ -54,6 +54,8 @@ NAMES = {word for trainer in TRAINERS.values() for word in trainer["names"].spli
 FIXED = {pair: setting for pairs, setting in _TABLES["fixed"].items() for pair in pairs.split()}
 EQUAL = _TABLES["equal"]  # names of numbers that must be those of a setting
 ENOUGH = 3  # names that make a trainer of a file certain
+LEARNING = {name for name in Config.model_fields if on_resume(name) in ("curve", "fixed")} | {
+    "epochs", "micro_batch_size", *COMPUTED} - {"eval_iters", "eval_max_iters", "max_eval_step"}
 SCHEDULE = ("lr_schedule", "decay_fraction", "min_learning_rate", "warmup_steps")
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
@@ -175,8 +177,17 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
 def compute(layers: Sequence) -> None:
     """Set what depends on the settings of all layers: defaults, numbers of rows, and the data of a stage."""
     for layer in layers:
-        if str(layer.values.get("run_name", ("",))[0]).lower() in ("none", "null"):
+        if layer.for_this_start and str(layer.values.get("run_name", ("",))[0]).lower() in ("none", "null"):
             layer.notes["run_name="] = "RUN_NAME=none is no name: a name with the date is chosen"
+        if layer.for_this_start and str(layer.values.get("debug", ("",))[0]).lower() == "true" and not any(
+                "debug" in str(each.values.get("preset", ("",))[0]) for each in layers):
+            layer.notes["debug="] = ("DEBUG=true looks for the first module whose output is not finite; a "
+                                     "small run is --preset debug")
+        stage, where = layer.values.get("training_stage", ("", ""))
+        if pairs := _TABLES["stages"].get(str(stage).lower()):
+            settings = dict(pair.lower().split("=") for pair in pairs.split())
+            layer.values |= {name: (value, where) for name, value in settings.items()}
+            layer.notes[f"training_stage={stage}"] = f"TRAINING_STAGE={stage} is our {pairs}"
     theirs = [layer for layer in layers
               if layer.named or str(layer.values.get("max_steps", ("",))[0]) == "-1"]
     for layer in theirs:
@@ -281,14 +292,14 @@ def imply_defaults(layer, layers: Sequence) -> None:
     all of them agree. A name of a schedule alone sets those of the schedule. What any layer sets is kept.
     """
     names, owners = owners_of(layer)
-    if {ALIASES.get(name, name) for name in names} <= {*PERIODS.values(), *VARIABLES, "keep_last",
-                                                             "run_name"}:
-        return
-    counts = {name: len(names & {*trainer["names"].split()}) for name, trainer in TRAINERS.items()}
     is_whole = (len(names) >= ENOUGH and owners not in ([], ["other trainers"])
                 and not layer.values.keys().isdisjoint(("learning_rate", "max_steps", "epochs")))
     has_schedule = [name for name, trainer in TRAINERS.items()
                     if not layer.named.keys().isdisjoint(trainer.get("schedule", "").split())]
+    theirs = names & layer.named.keys()
+    if not is_whole and not has_schedule and LEARNING.isdisjoint(ALIASES.get(name, name) for name in theirs):
+        return
+    counts = {name: len(theirs & {*trainer["names"].split()}) for name, trainer in TRAINERS.items()}
     if not is_whole:
         owners = has_schedule or [name for name in counts if counts[name] == max(counts.values())][:3]
     given = {name: pair for each in layers for name, pair in each.values.items()}
@@ -307,7 +318,7 @@ def imply_defaults(layer, layers: Sequence) -> None:
         elif values != [str(Config.model_fields[name].default)]:
             others.append(f"{name.upper()}={' or '.join(filter(None, values))}")
     others += [TRAINERS[owner]["note"].strip() for owner in owners if "note" in TRAINERS[owner]]
-    shown = f"{' or '.join(owners)} ({shortened(', '.join(sorted(layer.named.keys() & NAMES)))})"
+    shown = f"{' or '.join(owners)} ({shortened(', '.join(sorted(theirs)))})"
     if applied:
         layer.notes[f"{where} set"] = f"Defaults of {shown} that apply: {', '.join(applied)}"
     if others:
