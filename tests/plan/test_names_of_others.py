@@ -177,6 +177,34 @@ def test_names_that_need_no_setting_are_reported_and_empty_values_are_unset():
     assert load("--config", "run.yaml", env="LR=\n").config.max_steps == 3
 
 
+@pytest.mark.parametrize("config, name, value", [
+    ({"micro_batch_size": 2, "max_seq_len": 64, "grad_accum_nums": 3}, "total_batch_size", 384), ({"tokenizer_num_workers": 3}, "preparation_workers", 3),
+    ({"run_validation": False}, "validate_every", 0), ({"micro_batch_size": 2, "max_eval_step": 5}, "validation_rows", 10), ({"resume_from_latest": True}, "resume", "auto"),
+    ({"training_stage": "distillation", "teacher_model": "x"}, "distillation_enabled", True)])
+def test_names_of_earlier_custom_trainers_are_settings(config, name, value):
+    assert getattr(load(config=config).config, name) == value
+
+
+def test_names_of_earlier_custom_trainers_are_answered():
+    harmless = {"log_timing": True, "prefetch_factor": 2, "flop_counter": True, "profiler_dir": "x", "replica_group_size": 2, "run_validation": True}
+    notes = load(config=harmless).notes
+    assert [note.split("=")[0] for note in notes if "needs no setting here" in note] == [*harmless]
+    assert "PROFILE_STEPS" in problems(config={"wait_step": 3})[0]
+    base = {"sft_data_path": "x", "pretrain_checkpoint": "base", "training_stage": "lora"}
+    config = load("--tokenizer-path", "x", config=base).config
+    assert (config.training_stage, config.lora_enabled) == ("sft", True)
+    assert load("--tokenizer-path", "x", config=base | {"training_stage": "instruct"}).config.training_stage == "sft"
+    ranks = {"WORLD_SIZE": "4", "RANK": "0"}
+    config = load(config={"hsdp": True, "enable_fsdp": True, "sharding_group_size": 2, "micro_batch_size": 1}, environ=ranks).config
+    assert (config.sharding, config.shard_degree) == ("hybrid", 2)
+
+
+def test_flags_that_do_less_than_they_seem_to_say_so():
+    assert any("RUN_NAME=none is no name" in note for note in load("--run-name", "none").notes)
+    assert any("a small run is --preset debug" in note for note in load("--debug", "--depth", "2").notes)
+    assert not any("debug" in note.lower() for note in load("--run-name", "first", "--depth", "2").notes)
+
+
 def test_heads_without_a_number_of_kv_heads_have_their_own_unless_the_default_divides_them():
     loaded = load("--n_head", "6", "--n_embd", "96")
     assert loaded.config.n_kv_heads == 6 and "N_HEADS=6 sets N_KV_HEADS=6" in loaded.notes
