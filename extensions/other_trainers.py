@@ -52,7 +52,6 @@ for _name, _entry in _TABLES["trainers"].items():
     TRAINERS[_name] = _base | {key: f"{text} {_base.get(key, '')}" for key, text in _entry.items()}
 NAMES = {word for trainer in TRAINERS.values() for word in trainer["names"].split()}
 FIXED = {pair: setting for pairs, setting in _TABLES["fixed"].items() for pair in pairs.split()}
-EQUAL = _TABLES["equal"]  # names of numbers that must be those of a setting
 ENOUGH = 3  # names that make a trainer of a file certain
 LEARNING = {name for name in Config.model_fields if on_resume(name) in ("curve", "fixed")} | {
     "epochs", "micro_batch_size", *COMPUTED} - {"eval_iters", "eval_max_iters", "max_eval_step"}
@@ -146,8 +145,6 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     settings, shown, form = translate(alias, value), shortened(alias), known_form(alias)
     if form is not None:
         layer.named[form] = (str(value).lower(), where)
-    if form in EQUAL:
-        return True
     if form in SHARES and isinstance(settings, dict):  # 0 steps, or the share 0, means the other there
         layer.notes["warmup_steps"] = f"{shown} is our WARMUP_STEPS: {shortened(str(value))}"
         return True
@@ -169,7 +166,8 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         if name in ("data_path", "validation_data"):  # of several names, an explicit one of ours counts
             layer.values[name] = (value, where)
             continue
-        layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
+        is_implied = number > 0 or form == "lr_decay_iters"  # which may also be given
+        layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied)
         layer.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
     return settings is not None
 
@@ -202,11 +200,6 @@ def compute(layers: Sequence) -> None:
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
     for layer in theirs:
-        for form, setting in EQUAL.items():
-            value, where = layer.named.get(form, ("", ""))
-            if value and value != str(given.get(setting, ("",))[0]):
-                layer.problems.append(f"{where}: {form}={shortened(value)} is not {setting.upper()}; "
-                                      f"{OTHER_WAYS[form]}")
         for name in [name for name, (value, _) in layer.values.items() if isinstance(value, tuple)]:
             compute_setting(layer, name, given)
 

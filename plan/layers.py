@@ -155,8 +155,7 @@ def read_config_file(path: Path) -> Layer:
         text = read_text(path, "utf-8-sig")
         for event in yaml.parse(text) if is_yaml else ():
             if isinstance(event, yaml.AliasEvent):  # a few lines may stand for gigabytes
-                problem = f"*{event.anchor} repeats values, which is not supported here; write them out"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"write out *{event.anchor}", event.start_mark)
         content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
@@ -166,8 +165,7 @@ def read_config_file(path: Path) -> Layer:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         return Layer(problems=[f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
     if not isinstance(content, tuple):
-        example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
-        return Layer(problems=[f"{path}: expected an object of settings, such as {example}"])
+        return Layer(problems=[f'{path}: expected an object of settings, such as {{"max_steps": 1000}}'])
     layer = Layer()
 
     def add(pairs: tuple, section: str = "") -> None:

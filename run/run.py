@@ -120,7 +120,8 @@ class Progress(SavedProgress):
     def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
         """Record a validation loss; return whether it is a new best: finite, and not above the first."""
         self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
-        if math.isfinite(loss) and loss <= first and loss < (self.best_val_loss or math.inf):
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if math.isfinite(loss) and loss < best and not loss > first:
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
         if self.step > skip_steps:

@@ -164,7 +164,7 @@ def test_implied_settings_may_also_be_given():
     ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED"),
     ({"betas": [0.9, 0.95, 0.999]}, "ADAM_BETA1 and ADAM_BETA2 set it"), ({"betas": [0.9]}, "ADAM_BETA1 and ADAM_BETA2"),
     ({"bf16": False}, "PRECISION=fp32 without it"), ({"min_lr_ratio": 0.1}, "needs LEARNING_RATE; MIN_LEARNING_RATE is the final rate"),
-    ({"lr_scheduler_type": "polynomial"}, "see LR_SCHEDULE"), ({"max_iters": 9, "lr_decay_iters": 5}, "lr_decay_iters=5 is not MAX_STEPS")])
+    ({"lr_scheduler_type": "polynomial"}, "see LR_SCHEDULE"), ({"max_iters": 9, "lr_decay_iters": 5}, "lr_decay_iters, our MAX_STEPS, is set a second time")])
 def test_a_value_that_does_not_carry_over_is_refused(config, words):
     (problem,) = problems(config=config)
     assert words in problem and "run.json" in problem

@@ -539,24 +539,18 @@ function linkToView() {
 /** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
-  let options;
-  try {
-    options = JSON.parse(decodeURIComponent(location.hash.slice(6)));
-  } catch {
-    return;  // a link that was cut off
-  }
-  const {axis, smoothing, hidden, zoom: range, theme} = options ?? {};
-  for (const [id, value] of Object.entries({axis, smoothing, theme})) {
+  let options = {};
+  try { options = {...JSON.parse(decodeURIComponent(location.hash.slice(6)))}; } catch { /* cut off */ }
+  for (const id of ["axis", "smoothing", "theme"]) {
     const box = byId(id), before = box.value;
-    box.value = value;
-    if (box.value !== String(value)) box.value = before;  // not one of its values
+    box.value = options[id];
+    if (box.value !== String(options[id])) box.value = before;  // not one of its values
   }
-  view.axis = byId("axis").value;
-  view.smoothing = Number(byId("smoothing").value);
-  if (Array.isArray(hidden)) view.hidden = new Set(hidden);
+  const hidden = [options.hidden ?? []].flat(), range = [options.zoom].flat();
+  Object.assign(view, {axis: byId("axis").value, smoothing: Number(byId("smoothing").value), hidden: new Set(hidden)});
   setTheme(byId("theme").value);
   refresh();
-  if (Array.isArray(range) && range.length === 2 && range.every(Number.isFinite)) zoom(groupOf("steps"), range);
+  if (range.length === 2 && range.every(Number.isFinite)) zoom(groupOf("steps"), range);
 }
 
 function setTheme(theme) {

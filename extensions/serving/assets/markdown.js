@@ -5,11 +5,10 @@ const lexed = new WeakMap();  // answer -> {text, tokens}, because most answers 
 
 function partsOf(reply) {
   if (lexed.get(reply)?.text !== reply.text) {
-    let tokens = [{type: "plain", raw: reply.text}];
-    try {  // a thousand nested lists overflow the stack
-      tokens = marked.lexer(reply.text, {gfm: true});
-      nodesOf(tokens);
-    } catch {
+    let tokens;
+    try {
+      nodesOf(tokens = marked.lexer(reply.text, {gfm: true}));
+    } catch {  // a thousand nested lists overflow the stack
       tokens = [{type: "plain", raw: reply.text}];
     }
     lexed.set(reply, {text: reply.text, tokens});
