@@ -52,7 +52,7 @@ def source_file(path):
     return fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None
 
 
-@pytest.mark.parametrize("name, expected", [("https://a.b/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://a.b/x.txt.gz?a#b", ("text", "gzip")),
+@pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
                                             ("what?.jsonl", ("jsonl", None))])
 def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
     assert sources.format_of(name) == expected
