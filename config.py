@@ -689,8 +689,8 @@ def path_rules(c: Config) -> Iterator[str]:
     name = c.run_name or "run"
     size = len(name.encode())
     if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or size > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '_', then '.' and '-', "
-               f"and at most {MAX_NAME_BYTES} bytes (it has {size}); OUTPUT_DIR sets the folder that holds it")
+        yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '_', then '.', '-', "
+               f"at most {MAX_NAME_BYTES} bytes (it has {size}); OUTPUT_DIR sets the folder that holds it")
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:
         if not path:

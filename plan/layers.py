@@ -287,8 +287,10 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
     # A name of another trainer may need all layers; its max_steps=-1 leaves the length to the epochs.
-    if OTHER_TRAINERS and any(layer.named or any(isinstance(value, tuple) or str(value) == "-1"
-                                                 for value, _ in layer.values.values()) for layer in layers):
+    if OTHER_TRAINERS and (any(layer.named or any(
+            isinstance(value, tuple) or str(value) in ("-1", "lora", "qlora", "distillation")
+            for value, _ in layer.values.values()) for layer in layers)
+            or "debug" in flags.values or str(flags.values.get("run_name", ("",))[0]) == "none"):
         OTHER_TRAINERS.compute(layers)
     return layers
 
