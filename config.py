@@ -20,7 +20,7 @@ from common.text import command, counted, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
 MAX_NAME_BYTES = 200  # for RUN_NAME; file systems allow 255
-PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # for RUN_NAME
+PLAIN_NAME = re.compile(r"\w[\w.\-]*")  # for RUN_NAME
 
 
 class RunConfig(Section):
@@ -689,7 +689,7 @@ def path_rules(c: Config) -> Iterator[str]:
     name = c.run_name or "run"
     size = len(name.encode())
     if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or size > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '.', '_' and '-', and "
+        yield (f"RUN_NAME={c.run_name!r:.80} must be a folder name of letters, digits, '_', then '.', '-', "
                f"at most {MAX_NAME_BYTES} bytes (it has {size}); OUTPUT_DIR sets the folder that holds it")
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:

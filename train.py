@@ -68,6 +68,7 @@ from run.run import (
     finish_saving,
     how_to_resume,
     pin_early,
+    record_settings,
     save_checkpoint,
     saves_end,
     start_writing,
@@ -154,6 +155,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
 
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
+                    record_settings(run)
                     pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:

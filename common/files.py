@@ -201,7 +201,7 @@ def disk_errors(path: Path, failure: type[PaddockError] = CheckpointError,
     except NotAFileError as error:
         raise failure(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
-        written = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
+        written = re.sub(r"\.tmp-\d+$", "", str(error.filename2 or error.filename or path))  # atomic_write's
         written = path if "/tmp-" in written else written  # as `store.temporary_of` does
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""

@@ -196,12 +196,17 @@ def drop_others(values: Record, used: Names, drop: Drop, prefix: str = "") -> No
             drop(prefix + name)
 
 
+FIXED_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+
+
 def options_in(record: Record, fields: Names, drop: Drop = str) -> dict[str, Any]:
     """Return the variables of the chat template in a record: its tools, and its chat_template_kwargs."""
     columns = [name for name in TOOLS if record.get(name) not in (None, "", "[]", [])]
     tools = json_in(columns[0], record[columns[0]], list) if columns else []
     variables = json_in("chat_template_kwargs", record.get("chat_template_kwargs") or {}, dict)
     variables = {name: value for name, value in variables.items() if value is not None}
+    if fixed := sorted(FIXED_VARIABLES & variables.keys()):
+        raise DataError(f"chat_template_kwargs.{fixed[0]} comes from the chat and the tokenizer; remove it")
     if "tools" not in fields or "tools" in variables:
         tools = []
     for name in columns[bool(tools):]:

@@ -44,6 +44,7 @@ READABLE = f"{' '.join(FORMATS)}, also compressed as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS, SHOWN_NAMES = 1000, 20, 20, 3
 MAX_LINE_BYTES, MAX_ARRAY_BYTES = 1 << 30, 1 << 33  # in memory; compressed files may unpack to much more
 START_BYTES = 8192  # read first, to distinguish JSON lines from an array, and text from other encodings
+LARGEST_COLUMN = 2**30  # bytes of a column whose values repeat
 TABLE_ROWS = 1000  # read from a table at once
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin with its first half
 VARIABLE = re.compile(r"\d+|'[^']* [^']*'")  # differs in the reasons of bad records of one kind
@@ -299,6 +300,7 @@ def identify(source: Source, known: dict[str, list],
 
 def format_of(name: str) -> tuple[str | None, str | None]:
     """Return (format, compression) by a file's suffixes; the format is None if unsupported."""
+    name = re.sub(r"^(https?:.*?)[?#].*", r"\1", name)  # without a presigned URL's query
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:
@@ -759,7 +761,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
                                      "batches, rows are missing: compare their number")
             raw.seek(0)
         name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
-        options = {"batch_size": TABLE_ROWS} if file.format == "parquet" else {}
+        options = {"batch_size": _rows_at_once(file, raw)} if file.format == "parquet" else {}
         try:
             rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True,
                                          **options)
@@ -767,6 +769,22 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
             _check_types(file, raw, is_stream)
             raise
         yield from _read_rows(rows, columns, f"{file.url}:", reading)
+
+
+def _rows_at_once(file: StoredFile, raw: Any) -> int:
+    """Return how many rows of a Parquet file fit into memory; DataError if a column unpacks to gigabytes."""
+    from pyarrow.parquet import read_metadata
+
+    table = read_metadata(raw)
+    columns = [table.row_group(group).column(number)
+               for group in range(table.num_row_groups) for number in range(table.num_columns)]
+    # Text shrinks to a tenth or so; more of it repeats one value, which each row may have.
+    largest = max((column.total_uncompressed_size for column in columns
+                   if column.total_uncompressed_size > 100 * column.total_compressed_size), default=1)
+    if largest > LARGEST_COLUMN:
+        raise DataError(f"{file.url}: a column unpacks into {largest:,} bytes, more than a hundred times its "
+                        "size in the file; check where the file is from, and write smaller row groups")
+    return max(1, min(TABLE_ROWS, LARGEST_COLUMN // 4 // largest))
 
 
 def _check_types(file: StoredFile, raw: Any, is_stream: bool) -> None:

@@ -89,7 +89,7 @@ def evaluate(run: Run) -> None:
         if metric == "val_loss" and progress.step > 0:
             loss = result.metrics["val_loss"]
             _, first = run.log.first.get("val_loss", (0, loss))
-            is_best = progress.note_validation(loss, config.early_stopping_skip_steps) and loss <= first
+            is_best = progress.note_validation(loss, config.early_stopping_skip_steps, first)
         run.log.evaluation(progress.step, title, result.summary, is_best)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")

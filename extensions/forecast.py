@@ -43,7 +43,7 @@ from plan.layers import PRESETS_DIR
 from plan.make import Facts, Plan, complete, make_plan
 from plan.starts import Known, Start
 from run.build import adapted_on_meta
-from run.extensions import load_extensions
+from run.extensions import Extension, load_extensions
 from run.facts import (
     Remake,
     count_rows,
@@ -415,15 +415,7 @@ class Check:
 
     def report_memory(self, config: Config, vocab_size: int) -> None:
         """Print the memory forecast. If it exceeds the device's memory, raise SettingsError."""
-        on_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if config.device_memory:
-            room, owner = int(config.device_memory * 1e9), f"a GPU of {config.device_memory:g} GB"
-        elif self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory
-            room, owner = int(USABLE * memory), "this GPU"
-        else:
-            room = on_machine // config.world_size
-            owner = f"this machine{f' for each of {config.world_size} ranks' * (config.world_size > 1)}"
+        on_machine, room, owner = memory_of(config, self.device)
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = forecast_memory(config, *known)
         on_device = forecast._replace(host=0, offloaded=0)
@@ -539,6 +531,38 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def memory_of(config: Config, device: torch.device) -> tuple[int, int, str]:
+    """Return the machine's memory, what a rank may use on its device, and whose memory that is."""
+    on_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.device_memory:
+        return on_machine, int(config.device_memory * 1e9), f"a GPU of {config.device_memory:g} GB"
+    if device.type == "cuda":
+        return on_machine, int(USABLE * torch.cuda.get_device_properties(device).total_memory), "this GPU"
+    owner = f"this machine{f' for each of {config.world_size} ranks' * (config.world_size > 1)}"
+    return on_machine, on_machine // config.world_size, owner
+
+
+class Forecast(Extension):
+    """Writes the memory forecast into config.json, and warns if it exceeds the device's memory."""
+
+    def run_start(self, run: Run) -> None:
+        config, device = run.config, run.ranks.device
+        if not run.ranks.is_rank0:
+            return
+        teacher = run.plan.identities.get("teacher") if run.plan else None
+        known = (run.inputs.tokenizer.vocab_size, model_utils.choose_dtype(config, device.type).itemsize,
+                 device.type, teacher_bytes(config, teacher and Path(teacher["folder"])))
+        _, room, owner = memory_of(config, device)
+        needed = forecast_memory(config.model_copy(update={"async_save": False}), *known).total
+        run.facts["memory_forecast_gib"] = round(needed / GIB, 2)
+        if needed > room:
+            run.log.warn(f"the run needs about {needed / GIB:.2f} GiB, but {owner} has {room / GIB:.1f} GiB. "
+                         f"{memory_advice(config, room, *known)}")
+
+
+EXTENSION = Forecast
+
+
 def memory_advice(config: Config, room: int, *known) -> str:
     """Return which settings make the forecast fit into `room` bytes with the same global batch.
 
@@ -556,7 +580,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
     if not config.lora_enabled:  # last, because it rounds what is trained
         layouts += [{**layout, "weight_dtype": "bf16", "optimizer_dtype": "bf16"} for layout in layouts]
     broken = {*rules(config)}
-    for layout, how, rows in product(layouts, recompute, smaller):
+    for layout, rows, how in product(layouts, smaller, recompute):
         changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
         changed = config.model_copy(update=changes)
         needed = forecast_memory(changed, *known)

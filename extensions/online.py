@@ -535,8 +535,9 @@ def take_updates(run: Run, reducer: Reducer, batches: list[Batch], count: int, l
     metrics = {name: mean(each.metrics[name] for each in updates) for name in updates[0].metrics}
     return updates[-1]._replace(
         loss=mean(each.loss for each in updates), metrics=metrics, spike=max(each.spike for each in updates),
-        grad_norm=mean(each.grad_norm for each in updates), updated=any(each.updated for each in updates),
-        finite=all(each.finite for each in updates), stop=any(each.stop for each in updates))
+        grad_norm=mean(each.grad_norm for each in updates), finite=updates[-1].finite,
+        updated=updates[-1].finite and any(each.updated for each in updates),
+        stop=any(each.stop for each in updates))
 
 
 def copy_state(run: Run) -> Callable[[], None]:

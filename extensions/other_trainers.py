@@ -3,13 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from checkpoint import model_json
 from common.text import command, counted, without_passwords
-from config import Config
+from config import Config, on_resume
 from plan.names import (
     ALIASES,
     OTHER_WAYS,
@@ -44,9 +44,18 @@ BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces 
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
            if name in ("save_every", "validate_every", "log_every")}
-# What a name implies in its trainer: "set" unless it is given here, "fixed" even if given there, or printed.
-DEFAULTS = [entry | {"names": entry["names"].split()} for entry in _TABLES["defaults"]]
-WITH_DEFAULTS = {name.partition("=")[0] for entry in DEFAULTS for name in entry["names"]} | {*SHARES}
+# By trainer: its names, also those that are ours; the ones of its schedule; and its defaults, for all stages,
+# for one, and for adapters. `shown` and `note` are only printed.
+TRAINERS: dict[str, dict[str, str]] = {}
+for _name, _entry in _TABLES["trainers"].items():
+    _base = TRAINERS.get(_entry.pop("like", ""), {})
+    TRAINERS[_name] = _base | {key: f"{text} {_base.get(key, '')}" for key, text in _entry.items()}
+NAMES = {word for trainer in TRAINERS.values() for word in trainer["names"].split()}
+FIXED = {pair: setting for pairs, setting in _TABLES["fixed"].items() for pair in pairs.split()}
+ENOUGH = 3  # names that make a trainer of a file certain
+LEARNING = {name for name in Config.model_fields if on_resume(name) in ("curve", "fixed")} | {
+    "epochs", "micro_batch_size", *COMPUTED} - {"eval_iters", "eval_max_iters", "max_eval_step"}
+SCHEDULE = ("lr_schedule", "decay_fraction", "min_learning_rate", "warmup_steps")
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
@@ -95,6 +104,8 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         return f"{shortened(f'{name}={value}')} is not a share below 1; for steps, use WARMUP_STEPS"
     if form in PERIODS and re.fullmatch(r"0?\.\d*[1-9]\d*", text):
         return {PERIODS[form]: (form, text)}
+    if form in PERIODS and re.fullmatch(r"-1|\d+\.0+", text):  # -1 is never, as in nanochat
+        return {PERIODS[form]: str(max(0, int(float(text))))}
     star = None if isinstance(value, list) else table.get("*")
     translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if translations and None not in translations:
@@ -132,13 +143,14 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         return known_form(alias) is not None
     value = str(value).lower() if isinstance(value, bool) else value
     settings, shown, form = translate(alias, value), shortened(alias), known_form(alias)
-    if form in WITH_DEFAULTS:
+    if form is not None:
         layer.named[form] = (str(value).lower(), where)
     if form in SHARES and isinstance(settings, dict):  # 0 steps, or the share 0, means the other there
         layer.notes["warmup_steps"] = f"{shown} is our WARMUP_STEPS: {shortened(str(value))}"
         return True
     if variable := VARIABLES.get(known_form(alias)):
-        layer.exports[variable] = str(value)
+        value = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        layer.exports[variable] = value
         layer.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
         return True
     if isinstance(settings, str):
@@ -154,107 +166,187 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         if name in ("data_path", "validation_data"):  # of several names, an explicit one of ours counts
             layer.values[name] = (value, where)
             continue
-        layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
+        is_implied = number > 0 or form == "lr_decay_iters"  # which may also be given
+        layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied)
         layer.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
     return settings is not None
 
 
-def take_names(layers: Sequence) -> dict[str, tuple]:
-    """Return other trainers' names with their layer, value and place, and drop what means nothing there.
-
-    transformers' max_steps=-1 leaves the length to the epochs, and its warmup_steps=0 the warm-up to a ratio.
-    """
-    named = {}
+def compute(layers: Sequence) -> None:
+    """Set what depends on the settings of all layers: defaults, numbers of rows, and the data of a stage."""
     for layer in layers:
-        named |= {form: (layer, *pair) for form, pair in layer.named.items()}
-        if str(layer.values.get("max_steps", ("",))[0]) == "-1":
-            del layer.values["max_steps"]
-            layer.notes["max_steps=-1"] = "max_steps=-1 sets nothing: EPOCHS decides, or the default"
-    for form in SHARES & named.keys():
-        layer, value, where = named[form]
+        if layer.for_this_start and str(layer.values.get("run_name", ("",))[0]).lower() in ("none", "null"):
+            layer.notes["run_name="] = "RUN_NAME=none is no name: a name with the date is chosen"
+        if layer.for_this_start and str(layer.values.get("debug", ("",))[0]).lower() == "true" and not any(
+                "debug" in str(each.values.get("preset", ("",))[0]) for each in layers):
+            layer.notes["debug="] = ("DEBUG=true looks for the first module whose output is not finite; a "
+                                     "small run is --preset debug")
+        stage, where = layer.values.get("training_stage", ("", ""))
+        if pairs := _TABLES["stages"].get(str(stage).lower()):
+            settings = dict(pair.lower().split("=") for pair in pairs.split())
+            layer.values |= {name: (value, where) for name, value in settings.items()}
+            layer.notes[f"training_stage={stage}"] = f"TRAINING_STAGE={stage} is our {pairs}"
+    theirs = [layer for layer in layers
+              if layer.named or str(layer.values.get("max_steps", ("",))[0]) == "-1"]
+    for layer in theirs:
+        take_names(layer)
+    if theirs and not any("training_stage" in layer.values for layer in layers):
+        for layer in theirs:
+            if layer.values.get("data_path", ("",))[0][:1] == ("datasets",):
+                layer.values["training_stage"] = ("sft", layer.values["data_path"][1])
+                layer.notes["training_stage"] = "datasets without a stage is TRAINING_STAGE=sft"
+    for layer in theirs:
+        imply_defaults(layer, layers)
+    given = {name: pair for layer in layers for name, pair in layer.values.items()
+             if not isinstance(pair[0], tuple)}
+    for layer in theirs:
+        for name in [name for name, (value, _) in layer.values.items() if isinstance(value, tuple)]:
+            compute_setting(layer, name, given)
+
+
+def take_names(layer) -> None:
+    """Give names of transformers that set nothing, or that replace others, their meaning there."""
+    steps = str(layer.values.get("max_steps", ("",))[0])
+    if steps == "-1":
+        del layer.values["max_steps"]
+        layer.notes["max_steps=-1"] = "max_steps=-1 sets nothing: EPOCHS decides, or the default"
+    elif steps and (epochs := {"num_train_epochs", "num_epochs"} & layer.named.keys()):
+        layer.values.pop("epochs", None)
+        layer.notes["max_steps="] = f"{epochs.pop()} sets nothing beside max_steps, as in transformers"
+    for form in SHARES & layer.named.keys():  # 0 steps, or the share 0, leaves the warm-up to the other name
+        value, where = layer.named[form]
         steps, first = layer.values.get("warmup_steps", (0, ""))
         if re.fullmatch(r"0*\.?0*", str(steps)):
             layer.values["warmup_steps"] = (value, where)
         elif re.search("[1-9]", str(value)):
             layer.problems.append(f"{where}: {form}, our WARMUP_STEPS, is set a second time (first at "
                                   f"{first}); keep one")
-    return named
+    for form, (value, where) in layer.named.items():
+        if pair := FIXED.get(f"{form}={value}"):
+            name, is_set, number = pair.lower().partition("=")
+            layer.notes.pop(form, None)
+            layer.notes[name] = f"{form}={value}{' sets' * bool(is_set)} {pair}"
+            layer.values |= {name: (number, where)} if is_set else {}
 
 
-def compute(layers: Sequence) -> None:
-    """Compute the settings that depend on those of all layers: numbers of rows, and the data of a stage."""
-    named = take_names(layers)
-    given = {name: pair for layer in layers for name, pair in layer.values.items()
-             if not isinstance(pair[0], tuple)}
-    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
-               if isinstance(pair[0], tuple)]
-    for layer, name, (alias, value), where in waiting:
-        config, units = validate(given)[0], COMPUTED.get(alias, ("", {}))[1]
-        missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
-        del layer.values[name]
-        if name == "validation_data":
-            name = "validation_data_path"
-            layer.values.setdefault(name, (value, where))
-            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
-        elif name == "data_path":
-            stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
-            if alias == "datasets" and "training_stage" not in given:
-                layer.values["training_stage"] = (stage, where)
-                layer.notes["training_stage"] = f"{alias} without a stage is TRAINING_STAGE={stage}"
-            name = f"{stage}_data_path"
-            layer.values.setdefault(name, (value, where))
-            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
-        elif alias in BETAS:
-            del layer.notes[name]
-            name = {"orpo": "orpo_lambda", "simpo": "simpo_beta"}.get(config.preference_objective, name)
-            name = "grpo_beta" if config.training_stage == "grpo" else name
-            layer.put(name, value, where, f": {alias}, our {name.upper()},")
-            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(value)}"
-        elif alias in PERIODS:
-            layer.notes[name] = f"{alias}={value} is a share of MAX_STEPS={config.max_steps}"
-            if "max_steps" in given and "epochs" not in given:
-                layer.values[name] = (str(math.ceil(float(value) * config.max_steps)), where)
-            else:
-                layer.problems.append(f"{where}: {alias}={value} is a share of the steps, which follow from "
-                                      f"the data; set {name.upper()} to a number of steps, or set MAX_STEPS")
-        elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
-            reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
-            layer.problems.append(
-                f"{where}: {alias}={shortened(value)} {reason}; {OTHER_WAYS[alias]}")
-        else:
-            factors = [value, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
-            product = int(value) * math.prod(getattr(config, factor) for factor in units)
-            layer.values[name] = (str(product), where)
-            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
-
-
-    imply_defaults(layers, named)
-
-
-def imply_defaults(layers: Sequence, named: Mapping[str, tuple]) -> None:
-    """Set, or print, the defaults of other trainers that go with names of theirs, unless they are given."""
-    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+def compute_setting(layer, name: str, given: Mapping[str, tuple]) -> None:
+    """Compute a setting of a layer from another trainer's name for it and the settings of all layers."""
+    (alias, value), where = layer.values.pop(name)
     config = validate(given)[0]
-    for entry in DEFAULTS:
-        form = next((name for name in map(str, named)
-                     if not {name, f"{name}={named[name][1]}"}.isdisjoint(entry["names"])), None)
-        if form is None:
+    if name in ("data_path", "validation_data"):
+        name = "validation_data_path" if name == "validation_data" else f"{config.training_stage}_data_path"
+        layer.values.setdefault(name, (value, where))
+        layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
+    elif alias in BETAS:
+        del layer.notes[name]
+        name = {"orpo": "orpo_lambda", "simpo": "simpo_beta"}.get(config.preference_objective, name)
+        name = "grpo_beta" if config.training_stage == "grpo" else name
+        layer.put(name, value, where, f": {alias}, our {name.upper()},")
+        layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(value)}"
+    elif alias in PERIODS:
+        layer.notes[name] = f"{alias}={value} is a share of MAX_STEPS={config.max_steps}"
+        if "max_steps" in given and "epochs" not in given:
+            layer.values[name] = (str(math.ceil(float(value) * config.max_steps)), where)
+        else:
+            layer.problems.append(f"{where}: {alias}={value} is a share of the steps, which follow from "
+                                  f"the data; set {name.upper()} to a number of steps, or set MAX_STEPS")
+    else:
+        factors = COMPUTED[alias][1]
+        if alias == "gradient_accumulation_steps" and owners_of(layer)[1] == ["nanoGPT"]:  # of all ranks
+            factors = {factor: unit for factor, unit in factors.items() if factor != "world_size"}
+        missing = [factor.upper() for factor in factors if factor not in given and factor != "world_size"]
+        form = r"\d*\.?\d+" if "learning_rate" in factors else r"[1-9]\d{0,9}"
+        if missing or not re.fullmatch(form, value):
+            reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
+            layer.problems.append(f"{where}: {alias}={shortened(value)} {reason}; {OTHER_WAYS[alias]}")
+            return
+        listed = [value, *(counted(getattr(config, factor), unit) if unit else factor.upper()
+                           for factor, unit in factors.items())]
+        layer.values[name] = (product([value, *factors], config), where)
+        layer.notes[name] = f"{alias}: {' x '.join(listed)} = {name.upper()}={layer.values[name][0]}"
+
+
+def product(factors: Iterable[str], config: Config) -> str:
+    """Return the product of numbers and settings."""
+    return f"{math.prod(float(getattr(config, factor, factor)) for factor in factors):.15g}"
+
+
+def owners_of(layer) -> tuple[set[str], list[str]]:
+    """Return the names in a layer that trainers have, if one is not ours, and the trainers that have all."""
+    theirs, ours = layer.named.keys() & NAMES, layer.values.keys() - layer.notes.keys() - layer.implied
+    names = theirs | ours if theirs else set()
+    return names, [name for name, trainer in TRAINERS.items() if names <= {*trainer["names"].split()}]
+
+
+def imply_defaults(layer, layers: Sequence) -> None:
+    """Set the defaults of the trainer whose names a layer has, or print those that are not set.
+
+    They are set if the names are several, one of them for a rate or a length, and if the trainers that have
+    all of them agree. A name of a schedule alone sets those of the schedule. What any layer sets is kept.
+    """
+    names, owners = owners_of(layer)
+    is_whole = (len(names) >= ENOUGH and owners not in ([], ["other trainers"])
+                and not layer.values.keys().isdisjoint(("learning_rate", "max_steps", "epochs")))
+    has_schedule = [name for name, trainer in TRAINERS.items()
+                    if not layer.named.keys().isdisjoint(trainer.get("schedule", "").split())]
+    theirs = names & layer.named.keys()
+    if not is_whole and not has_schedule and LEARNING.isdisjoint(ALIASES.get(name, name) for name in theirs):
+        return
+    counts = {name: len(theirs & {*trainer["names"].split()}) for name, trainer in TRAINERS.items()}
+    if not is_whole:
+        owners = has_schedule or [name for name in counts if counts[name] == max(counts.values())][:3]
+    given = {name: pair for each in layers for name, pair in each.values.items()}
+    defaults = [defaults_of(owner, given) for owner in owners]
+    where, applied, others = next(iter(layer.named.values()))[1], [], []
+    for name in dict.fromkeys(name for each in defaults for name in each):
+        values = [*dict.fromkeys(each.get(name, "") for each in defaults)]
+        if name in given or name in ("max_steps", "epochs") and {"max_steps", "epochs"} & given.keys():
             continue
-        layer, value, where = named[form]
-        kind = next(key for key in ("set", "fixed", "differ") if key in entry)
-        pairs = [(pair.partition("=")[0].lower(), pair.partition("=")[2]) for pair in entry[kind].split()]
-        pairs = [(name, default) for name, default in pairs if name in Config.model_fields
-                 and (kind == "fixed" or name not in given)]
-        if kind != "differ":
-            pairs = [(name, default) for name, default in pairs if name != "min_learning_rate" or (
-                config.lr_schedule != "constant" and float(default) < config.learning_rate)]
-            for name, default in pairs:
-                layer.values[name] = given[name] = (default, where)
-                layer.notes[name] = f"{form}, as in {entry['trainer']}, sets {name.upper()}={default} too"
-        elif pairs or "=" not in entry[kind]:
-            listed = ", ".join(f"{name.upper()}={default}" for name, default in pairs) or entry[kind]
-            layer.notes[f"{form} {entry[kind]}"] = (
-                f"{form} is a name of {entry['trainer']}, with other defaults: {listed}. Set what you need")
+        may_be_set = len(values) == 1 and (is_whole or has_schedule and name in SCHEDULE)
+        if settings := resolved(name, values[0], given) if may_be_set else {}:
+            applied.append(f"{name.upper()}={values[0]}")
+            pairs = {each: (value, where) for each, value in settings.items()}
+            layer.values, given = layer.values | pairs, given | pairs
+            layer.implied |= pairs.keys()
+        elif values != [str(Config.model_fields[name].default)]:
+            others.append(f"{name.upper()}={' or '.join(filter(None, values))}")
+    others += [TRAINERS[owner]["note"].strip() for owner in owners if "note" in TRAINERS[owner]]
+    shown = f"{' or '.join(owners)} ({shortened(', '.join(sorted(theirs)))})"
+    if applied:
+        layer.notes[f"{where} set"] = f"Defaults of {shown} that apply: {', '.join(applied)}"
+    if others:
+        layer.notes[f"{where} other"] = (f"Defaults of {shown} that do not apply here: {', '.join(others)}. "
+                                         "Set what you need")
+
+
+def settings_in(given: Mapping[str, tuple]) -> Config:
+    return validate({name: pair for name, pair in given.items() if not isinstance(pair[0], tuple)})[0]
+
+
+def defaults_of(owner: str, given: Mapping[str, tuple]) -> dict[str, str]:
+    """Return a trainer's defaults for the stage and for adapters: setting -> value, or a product."""
+    config = settings_in(given)
+    is_lora = config.lora_enabled or ("LORA_ENABLED=true" in TRAINERS[owner]["all"]
+                                      and config.named_checkpoint and "lora_enabled" not in given)
+    keys = ("all", config.training_stage, "lora" if is_lora else "", "shown")
+    pairs = (pair.partition("=") for key in keys for pair in TRAINERS[owner].get(key, "").split())
+    return {name.lower(): value for name, _, value in pairs if name.lower() in Config.model_fields}
+
+
+def resolved(name: str, value: str, given: Mapping[str, tuple]) -> dict[str, str]:
+    """Return the settings of a default; none if it is only printed, lacks a factor, or has no effect."""
+    config, factors = settings_in(given), value.lower().split("*")
+    needed = {*factors} & Config.model_fields.keys()
+    total = given.get("total_batch_size", ((),))[0]  # not known yet if it is a tuple
+    is_idle = {"micro_batch_size": "max_seq_len" not in given or not isinstance(total, tuple),
+               "lora_enabled": not config.named_checkpoint, "decay_fraction": config.lr_schedule != "wsd",
+               "min_learning_rate": config.lr_schedule == "constant"}
+    if is_idle.get(name, name in ("keep_last", "depth")) or needed - {*given, "world_size"}:
+        return {}
+    value = product(factors, config) if needed else value
+    if name == "min_learning_rate" and float(value) >= config.learning_rate:
+        return {}
+    return translate("lr_scheduler", value) if name == "lr_schedule" else {name: value}
 
 
 def unused_fields(folder: Path) -> list[str]:

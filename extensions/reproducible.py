@@ -183,7 +183,7 @@ class ReproducibleReducer(Reducer):
                         dist.all_reduce(each.integers, group=self.model.copies)
                 each.gradients.copy_(each.integers.double().div_(divisor))
                 for rows in (local_rows(parameter.grad) for parameter in module.parameters()
-                             if is_divided(parameter)):
+                             if parameter.requires_grad and is_divided(parameter)):
                     if rows.dtype != each.gradients.dtype:  # FSDP has converted, and so copied them
                         first = rows.storage_offset()
                         rows.copy_(each.gradients[first:first + rows.numel()].view_as(rows))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from common.errors import requires_package
-from common.text import once
+from common.errors import PaddockError, requires_package
+from common.text import once, without_passwords
 from config import Config
 from parallel.process import STUCK
 from run.extensions import Extension
@@ -60,8 +60,8 @@ class Tracker:
                 call, *arguments = self.waiting.get()
                 self.note = getattr(service, call)(*arguments)
         except BaseException as error:  # even SystemExit from a tracker must not end the run
-            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: "
-                          f"{str(error)[:200]}")
+            kind = "" if isinstance(error, PaddockError) else f"{type(error).__name__}: "
+            self._give_up(f"{self.name} is off for the rest of this run: {kind}{str(error)[:200]}")
 
     def send(self, call: str, *arguments: Any) -> None:
         """Queue a call of one of the service's methods without waiting for it."""
@@ -96,9 +96,13 @@ class Wandb:
         default_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.mode = os.environ.get("WANDB_MODE") or default_mode
         settings = wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True)
-        self.module = wandb
-        self.run = wandb.init(project=project(), name=run_dir.name, id=run_id, resume="allow",
-                              dir=run_dir, config=config.public(), mode=self.mode, settings=settings)
+        self.module, given = wandb, sys.argv
+        sys.argv = [*map(without_passwords, given)]  # which wandb writes into a file
+        try:
+            self.run = wandb.init(project=project(), name=run_dir.name, id=run_id, resume="allow",
+                                  dir=run_dir, config=config.public(), mode=self.mode, settings=settings)
+        finally:
+            sys.argv = given
 
     def log(self, values: dict[str, Any], step: int) -> None:
         if step > self.last_step:

@@ -153,6 +153,9 @@ def read_config_file(path: Path) -> Layer:
     comment = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*')  # the first group: text, which may contain //
     try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
         text = read_text(path, "utf-8-sig")
+        for event in yaml.parse(text) if is_yaml else ():
+            if isinstance(event, yaml.AliasEvent):  # a few lines may stand for gigabytes
+                raise yaml.MarkedYAMLError(None, None, f"write out *{event.anchor}", event.start_mark)
         content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
@@ -162,8 +165,7 @@ def read_config_file(path: Path) -> Layer:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         return Layer(problems=[f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
     if not isinstance(content, tuple):
-        example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
-        return Layer(problems=[f"{path}: expected an object of settings, such as {example}"])
+        return Layer(problems=[f'{path}: expected an object of settings, such as {{"max_steps": 1000}}'])
     layer = Layer()
 
     def add(pairs: tuple, section: str = "") -> None:
@@ -285,8 +287,10 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
     # A name of another trainer may need all layers; its max_steps=-1 leaves the length to the epochs.
-    if OTHER_TRAINERS and any(layer.named or any(isinstance(value, tuple) or str(value) == "-1"
-                                                 for value, _ in layer.values.values()) for layer in layers):
+    if OTHER_TRAINERS and (any(layer.named or any(
+            isinstance(value, tuple) or str(value) in ("-1", "lora", "qlora", "distillation")
+            for value, _ in layer.values.values()) for layer in layers)
+            or "debug" in flags.values or str(flags.values.get("run_name", ("",))[0]) == "none"):
         OTHER_TRAINERS.compute(layers)
     return layers
 

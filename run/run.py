@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
@@ -23,7 +23,7 @@ from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
-from common.files import commit, disk_errors
+from common.files import commit, disk_errors, sync_folder
 from common.text import counted
 from config import Config
 from dataloaders import RowOrder, Rows, load_steps, validation_batches
@@ -113,10 +113,11 @@ class Progress(SavedProgress):
         """Steps that changed the weights; the learning-rate schedule counts only these."""
         return self.step - self.skipped_steps
 
-    def note_validation(self, loss: float, skip_steps: int) -> bool:
-        """Record a validation loss; return whether it is a new best, which NaN never is."""
+    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
+        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
         self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
-        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if math.isfinite(loss) and loss < best and not loss > first:
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
         if self.step > skip_steps:
@@ -163,6 +164,7 @@ class Run:
     plan: Optional[Plan] = None  # none outside of training
     order: Optional[RowOrder] = None  # of the training rows; none for evaluations
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
+    facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
 
     def __post_init__(self) -> None:
         self.ranks, self.log = self.context.ranks, self.context.log
@@ -200,11 +202,10 @@ class Run:
             return f"To continue, {epochs or f'set MAX_STEPS above {progress.step}'}."
         if not self.finished:
             return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
-        best = "finite loss"
-        if progress.best_step:
-            best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
+        step = progress.best_step
+        best = f"{progress.best_val_loss:.4f} (step {step})" if step else "the first"
         return (f"Early stopping: {counted(progress.validations_without_best, 'validation')} without a "
-                f"{best}; to continue, raise EARLY_STOPPING_PATIENCE.")
+                f"loss below {best}; to continue, raise EARLY_STOPPING_PATIENCE.")
 
     def why_ended(self, error: Optional[BaseException]) -> str:
         """Return why this process takes no more steps; `error` is the exception that it raised, if any."""
@@ -244,14 +245,16 @@ def due(every: int, step: int, last: bool = False) -> bool:
 def start_writing(run: Run) -> None:
     """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
 
-    If steps follow, their settings are recorded. This is the first write into the folder, once all checks of
-    the start have passed.
+    This is the first write into the folder, once all checks of the start have passed.
     """
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
     def clear() -> None:
         with disk_errors(run.folder):
             store.check_room(run.folder, 0)
+            (run.folder / "tmp-probe").mkdir(exist_ok=True)  # what saving needs, before the first step
+            (run.folder / "tmp-probe").rename(run.folder / "tmp-renamed").rmdir()
+            sync_folder(run.folder)
             if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
@@ -268,9 +271,6 @@ def start_writing(run: Run) -> None:
                     run.log.warn(f"{place} is needed by this run, but that cannot be noted there "
                                  f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
-        if not run.takes_no_step:
-            run_folder.write_segment(run.folder, step + 1, run.config.public(),
-                                     run.inputs.sources(run.config), run.plan.to_record())
 
     step, pending = run.progress.step, run.progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
@@ -300,6 +300,15 @@ def how_to_resume(run: Run) -> str:
     if run.folder.name != run.config.run_name:
         flags.append(f" --run-name {run.folder.name}")
     return "the same command" + (f" with{''.join(flags)}" if flags else "")
+
+
+@collective
+def record_settings(run: Run) -> None:
+    """Write the settings of this process's steps into the run's folder."""
+    config, first = run.config, run.progress.step + 1
+    if not is_folder_lost(run):
+        run.ranks.on_rank0(lambda: run_folder.write_segment(
+            run.folder, first, config.public() | run.facts, run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

@@ -31,6 +31,7 @@ from checkpoint.huggingface import permuted
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
+from common.files import disk_errors
 from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
@@ -263,7 +264,8 @@ def main() -> None:
     args = parser.parse_args()
     output, folder = args.output.expanduser(), find_model(args.model)
     kind = args.type or ("bf16" if export_dtype(folder) == torch.bfloat16 else "f16")
-    with status_line(lambda: f"exporting {output.name} ({kind})"):
+    with (status_line(lambda: f"exporting {output.name} ({kind})"),
+          disk_errors(output, CheckpointError, "choose another --output")):
         convert(folder, output, kind)
     file, name, described = (shlex.quote(str(each)) for each in
                              (output, output.stem, output.with_suffix(".Modelfile")))

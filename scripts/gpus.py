@@ -13,20 +13,22 @@ IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
 
 
 class GpuRequest(NamedTuple):
-    """The value of --gpus: these numbers, or if empty, `count` idle GPUs."""
+    """The value of --gpus: these numbers, or if empty, `count` GPUs, idle or at least the least used ones."""
 
     count: int
     numbers: tuple[int, ...] = ()
+    may_be_busy: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "GpuRequest":
-        """Parse "3,5" or "idle:2". Raises ArgumentTypeError for argparse."""
+        """Parse "3,5", "idle:2" or "least:2". Raises ArgumentTypeError for argparse."""
         kind, _, count = text.partition(":")
-        if kind == "idle" and count.isdecimal() and int(count):
-            return cls(int(count))
+        if kind in ("idle", "least") and count.isdecimal() and int(count):
+            return cls(int(count), may_be_busy=kind == "least")
         numbers = text.split(",")
         if not all(number.isdecimal() for number in numbers) or len({*map(int, numbers)}) < len(numbers):
-            raise ArgumentTypeError(f"{text:.40}: expected different GPU numbers, such as 3,5, or idle:2")
+            raise ArgumentTypeError(f"{text:.40}: expected different GPU numbers, such as 3,5, idle:2 or "
+                                    "least:2")
         return cls(len(numbers), tuple(map(int, numbers)))
 
 
@@ -98,11 +100,14 @@ def choose_gpus(wanted: GpuRequest) -> list[int]:
         if by_number[number].is_partitioned:
             raise SettingsError(f"--gpus: GPU {number} is partitioned (MIG); set {VISIBLE} to the UUID of a "
                                 "partition (nvidia-smi -L), and omit --gpus")
-    idle = [gpu.number for gpu in gpus if gpu.is_idle]
+    gpus.sort(key=lambda gpu: (not gpu.is_idle, gpu.used, gpu.percent) if wanted.may_be_busy else ())
+    idle = [gpu.number for gpu in gpus if gpu.is_idle or wanted.may_be_busy and not gpu.is_partitioned]
     if not wanted.numbers and len(idle) < wanted.count:
         busy = "; ".join(str(gpu) for gpu in gpus if not gpu.is_idle)
-        raise SettingsError(f"--gpus idle:{wanted.count}: idle GPUs: {len(idle)} of {len(gpus)}"
-                            f"{f' ({busy})' if busy else ''}; wait, or choose some with --gpus")
+        raise SettingsError(f"--gpus {'least' if wanted.may_be_busy else 'idle'}:{wanted.count}: "
+                            f"{'whole' if wanted.may_be_busy else 'idle'} GPUs: {len(idle)} of {len(gpus)}"
+                            f"{f' ({busy})' if busy else ''}; wait, or choose some with --gpus, or "
+                            "the least used with least:N")
     return [*wanted.numbers] or idle[:wanted.count]
 
 

@@ -71,8 +71,8 @@ def make_parser() -> CommandParser:
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                        help="number of ranks (default: one per GPU, or 1)")
     group.add_argument("--gpus", type=GpuRequest.parse, metavar="WHICH",
-                       help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
-                            "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
+                       help="GPU numbers as in nvidia-smi, such as 3,5; idle:2 or least:2: two idle or least "
+                            "used ones, among CUDA_VISIBLE_DEVICES if it is set (default: all)")
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
                        help="seconds the ranks have to save after a signal (default: %(default)s)")
     group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",

@@ -52,12 +52,15 @@ DAILY, MORE = ([tuple(map(str.strip, line.split(" : "))) for line in part.strip(
 SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in [*DAILY, *MORE]}
 # Commands of other trainers; docs/coming-from.md explains them.
 ELSEWHERE = {name: ours for ours, names in (
-    ("train", "pretrain base_train pt"), ("train --training-stage dpo", "dpo orpo simpo kto"),
-    ("train --training-stage sft", "sft chat_sft finetune finetune_full"), ("prepare tokenizer", "tok_train"),
-    ("train --training-stage sft --lora-enabled true", "finetune_lora lora qlora"), ("prepare", "preprocess"),
-    ("train --training-stage grpo", "grpo chat_rl rl"), ("eval", "base_eval chat_eval evaluate"),
-    ("chat", "chat_cli inference cli"), ("serve", "chat_web webchat api webui"),
-    ("export", "merge_lora convert_from_litgpt convert")) for name in names.split()}
+    ("train", "pretrain base_train pt run run_training train_gpt main pretrain_main train"),
+    ("train --distillation-enabled true", "distill distillation"), ("prepare text", "prepare_dataset"),
+    ("train --training-stage dpo", "dpo orpo simpo kto"),
+    ("train --training-stage sft", "sft chat_sft finetune finetune_full instruct"), ("prepare", "preprocess"),
+    ("train --training-stage sft --lora-enabled true", "finetune_lora lora qlora"),
+    ("prepare tokenizer", "tok_train"),
+    ("train --training-stage grpo", "grpo chat_rl rl"), ("eval", "base_eval chat_eval evaluate batch_eval"),
+    ("chat", "chat_cli inference cli chat_completion"), ("serve", "chat_web webchat api webui"),
+    ("export", "merge_lora convert_from_litgpt convert checkpoint_converter")) for name in names.split()}
 EXTRAS = "requirements-extras.txt"
 
 
@@ -88,7 +91,8 @@ def main() -> None:
             show_list(program) if name != "--version" else print(f"Paddock {__version__}")
         return
     if name not in SCRIPTS:
-        nearest = ELSEWHERE.get(name.replace("-", "_")) or suggestion(name, SCRIPTS, SYNONYMS)
+        word = name.removesuffix(".py").removesuffix(".sh").replace("-", "_")
+        nearest = ELSEWHERE.get(word) or suggestion(name, SCRIPTS, SYNONYMS)
         guess = f" (did you mean {nearest}?)" if nearest else ""
         raise SettingsError(f"unknown command {name[:80]}{guess}; {program} lists the commands")
     script, *fixed = SCRIPTS[name]

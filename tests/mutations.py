@@ -374,7 +374,7 @@ FAULTS = [
     fault("retention: what another run needs is found where it was", "checkpoint/store.py",
           'for place in (Path(content["run"]), checkpoints_dir / content["beside"]):', 'for place in (Path(content["run"]),):',
           f"{STORE}::test_a_checkpoint_that_another_run_needs_is_kept_also_if_both_are_moved_together"),
-    fault("best: one that is only as good", "run/run.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
+    fault("best: one that is only as good", "run/run.py", "loss < best and", "loss <= best and",
           "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
     fault("Hugging Face: the context of the run's rows", "checkpoint/model_json.py",
           "max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))", "pass",

@@ -314,6 +314,13 @@ def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
     assert (progress.best_step, progress.best_val_loss, progress.validations_without_best) == (6, 1.4, 0)
 
 
+def test_a_validation_loss_above_the_first_is_no_best():
+    progress = run_module.Progress()
+    progress.step = 1
+    assert not progress.note_validation(40.123456789012345, 0, first=10.0) and progress.best_val_loss is None
+    assert progress.note_validation(9.0, 0, first=10.0) and progress.best_val_loss == 9.0
+
+
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
     run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7).trained()
@@ -323,7 +330,7 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
     assert run.train() == 0
     message = capsys.readouterr().out
-    assert "Nothing to do" in message and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in message
+    assert "Nothing to do" in message and "Early stopping: 2 validations without a loss below 3.9000 (step 4)" in message
     assert "raise EARLY_STOPPING_PATIENCE" in message and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
     assert [why for event, _, why in starts_and_ends(run) if event == "end"] == ["early stopping"] * 3

@@ -199,7 +199,10 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
     state["settings"] = settings or state["settings"]
 
     def write_files(folder: Path) -> dict[str, dict[str, Any]]:
-        shutil.copytree(made, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        for file in made.rglob("*"):  # copytree hides which error it met
+            if file.is_file() and file.name != MANIFEST:
+                (folder / file.relative_to(made)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, folder / file.relative_to(made))
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n")
         return {name: file for name, file in manifest["files"].items() if name.endswith(".safetensors")}
 

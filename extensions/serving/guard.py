@@ -13,6 +13,7 @@ from extensions.http_server import HEADERS, KEY_VARIABLE
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          429: "rate_limit_error"}
+HEADER_BYTES = 16_384
 PUBLIC_PATHS = ("/", "/health")  # no API key required
 
 
@@ -72,6 +73,8 @@ class Guard:
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for other origins, a missing key, or a content type that HTML forms can send."""
+        if sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
+            raise ApiError(431, f"the headers are larger than {HEADER_BYTES:,} bytes")
         origin, host = headers.get("origin"), headers.get("host", "")
         name = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:]+)(:\d+)?", host.lower())
         if self.hosts is not None and (name is None or name[1] not in self.hosts):

@@ -25,6 +25,9 @@ from plan.layers import read_preset  # noqa: E402
 from plan.names import validate  # noqa: E402
 from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
 
+SET_FIRST = ("PRESET", "RUN_NAME", "TRAINING_STAGE", "PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "MAX_STEPS",
+             "LEARNING_RATE", "WANDB_ENABLED")  # at the top of .env.example
+
 
 def env_example() -> str:
     lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
@@ -34,11 +37,17 @@ def env_example() -> str:
              "#",
              "# Three rules: flags and the process environment apply to this start. A run's record is",
              "# next, --config, .env and presets follow, and defaults are last. When a run resumes, safe",
-             "# settings, MAX_STEPS and EPOCHS still come from here; other ones only from flags."]
+             "# settings, MAX_STEPS and EPOCHS still come from here; other ones only from flags.",
+             "", "", "# What most runs set"]
+    first = sorted((line for line in describe_settings() if line.name in SET_FIRST),
+                   key=lambda line: SET_FIRST.index(line.name))
+    lines += [text for line in first for text in ("", f"# {line.meaning}", f"#{line.name}={line.default}")]
+    lines += ["", "# accounts: the hub, and Weights & Biases", "#HF_TOKEN=", "#WANDB_API_KEY=",
+              "#WANDB_PROJECT=paddock"]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:
-            lines += ["", f"# {meaning}", f"#{name}={default}"]
+            lines += ["", f"# {meaning}", f"#{name}={default}"] if name not in SET_FIRST else []
     return "\n".join(lines) + "\n"
 
 

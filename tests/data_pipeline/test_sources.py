@@ -32,6 +32,32 @@ def datasets():
     return pytest.importorskip("datasets")
 
 
+@pytest.mark.parametrize("rows, size, refused", [(3, 2**20, False), (1, 1100 * 2**20, True)])
+def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(rows, size, refused, tmp_path, monkeypatch):
+    """570 bytes stand for a megabyte in each row, as each refers to the same text."""
+    monkeypatch.setattr(sources, "LARGEST_COLUMN", 2**30 if not refused else 2**20)
+    text = (min(size, 2**22) // 2) * "a "
+    pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(pa.array(rows * [0], pa.int32()), pa.array([text]))}), tmp_path / "a.parquet", compression="zstd")
+    file = sources.StoredFile(*source_file(tmp_path / "a.parquet"))
+    with open(tmp_path / "a.parquet", "rb") as raw:
+        if refused:
+            with pytest.raises(DataError, match="unpacks into"):
+                sources._rows_at_once(file, raw)
+        else:
+            assert 200 < sources._rows_at_once(file, raw) < 300
+
+
+def source_file(path):
+    import fsspec
+    return fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None
+
+
+@pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
+                                            ("what?.jsonl", ("jsonl", None))])
+def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
+    assert sources.format_of(name) == expected
+
+
 def texts_of(path, skip_bad=False, **fields):
     reading = Reading(skip_bad=skip_bad)
     return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading

@@ -1,5 +1,6 @@
 """The memory forecast is what autograd, the compiler and the optimizer really keep."""
 
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -244,3 +245,24 @@ def test_the_forecast_of_a_pinned_copy_counts_powers_of_two():
     rounded = sum(3 * 2**math.ceil(math.log2(4 * parameter.numel())) for parameter in model.parameters())
     assert exact == 3 * sum(4 * parameter.numel() for parameter in model.parameters())
     assert pinned == pytest.approx(rounded, rel=1e-2) and pinned > 1.2 * exact
+
+
+def test_a_start_records_the_forecast_and_warns_if_it_exceeds_the_memory(tiny_run, monkeypatch, capsys):
+    from extensions import forecast
+
+    run = tiny_run(MAX_STEPS=1, EXTENSIONS="default", HELLASWAG_EVERY=0)
+    assert run.train() == 0
+    needed = json.loads((run.folder / "config.json").read_text())["memory_forecast_gib"]
+    assert 0.3 < needed < 2 and "the run needs about" not in capsys.readouterr().err
+    monkeypatch.setattr(forecast, "memory_of", lambda config, device: (2**40, 2**28, "this machine"))
+    assert tiny_run(MAX_STEPS=1, EXTENSIONS="default", HELLASWAG_EVERY=0, RUN_NAME="small").train() == 0
+    assert f"the run needs about {needed:.2f} GiB, but this machine has 0.2 GiB. " in capsys.readouterr().err
+
+
+def test_recomputation_is_advised_before_a_smaller_batch():
+    from plan.layers import read_preset
+    from plan.names import validate
+
+    config = validate(read_preset("llama3.2-3b", "").values)[0].model_copy(update={"world_size": 8, "async_save": False})
+    advice = memory_advice(config, int(80e9 * 0.93), 128_256, 2, "cuda", 0)
+    assert "ACTIVATION_CHECKPOINTING=" in advice and "MICRO_BATCH_SIZE" not in advice

@@ -23,7 +23,7 @@ def test_every_gpu_is_read_as_it_is(nvml):
 
 
 @pytest.mark.parametrize(("requested", "visible", "taken"), [
-    ("idle:2", None, [0, 2]), ("idle:1", "2,1", [2]), ("idle:1", "GPU-20", [2]), ("3,1", None, [3, 1]), ("4", " 1, 4", [4])])
+    ("idle:2", None, [0, 2]), ("idle:1", "2,1", [2]), ("idle:1", "GPU-20", [2]), ("3,1", None, [3, 1]), ("least:3", None, [0, 2, 1]), ("4", " 1, 4", [4])])
 def test_those_that_are_asked_for_are_taken(requested, visible, taken, nvml, monkeypatch):
     nvml()
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):

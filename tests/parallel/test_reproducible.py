@@ -16,7 +16,7 @@ FEATURES = {**MODES, "pretrain": PRETRAIN, "muon": {**PRETRAIN, "OPTIMIZER": "mu
 FULL, HYBRID = {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
 LAYOUTS = {"2": (2, {}), "3": (3, {}), "4": (4, {}), "full-1": (1, FULL), "full-2": (2, FULL), "full-4": (4, FULL),
            "hybrid-4": (4, HYBRID)}
-QUICK = [("pretrain", "fp32", "3"), ("muon", "bf16", "hybrid-4")]
+QUICK = [("pretrain", "fp32", "3"), ("lora-dpo", "fp32", "full-2"), ("muon", "bf16", "hybrid-4")]
 
 
 def reproducible_run(stages: Stages, feature: str, precision: str, folder: Path) -> TinyRun:

@@ -844,3 +844,12 @@ json_values = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st
 def test_any_json_file_loads_or_is_an_error_for_the_user(content):
     Path("any.json").write_text(json.dumps(content))
     loads_or_raises(["--config", "any.json"], DATA)
+
+
+def test_aliases_in_yaml_are_refused_before_they_are_expanded():
+    levels = [f"a{n}: &a{n} [{8 * f'*a{n - 1}, '}x]\n" for n in range(1, 12)]
+    Path("bomb.yaml").write_text("a0: &a0 [x, x]\n" + "".join(levels))
+    (problem,) = problems("--config", "bomb.yaml")
+    assert problem.startswith("bomb.yaml:2: not valid YAML: write out *a0")
+    Path("merge.yaml").write_text("base: &base\n  max_steps: 3\nrun:\n  <<: *base\n")
+    assert "merge.yaml:4" in problems("--config", "merge.yaml")[0]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from factories import checkpoint_without_weights
 
-from config import Config
-from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
+from config import MODEL_SETTINGS, Config, on_resume
+from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, NAMES, translate
 from learn.optim import learning_rate
 from plan.layers import PRESETS_DIR, read_env_file
 from plan.make import peek
@@ -131,6 +131,7 @@ def test_values_of_others_are_used_under_our_names_too():
 
 def test_variables_of_libraries_are_exported_under_other_names():
     loaded = load("--device_id", "1", config={"wandb_project": "x"})
+    assert load(config={"device_id": 1}).exports == {"CUDA_VISIBLE_DEVICES": "1"} == load(config={"gpu_ids": [1]}).exports
     assert loaded.exports == {"CUDA_VISIBLE_DEVICES": "1", "WANDB_PROJECT": "x"}
     assert {"device_id is CUDA_VISIBLE_DEVICES: 1", "wandb_project is WANDB_PROJECT: x"} <= {*loaded.notes}
 
@@ -162,7 +163,8 @@ def test_implied_settings_may_also_be_given():
     ({"train_on_inputs": True}, "only the answers"), ({"tensor_parallel_degree": 2}, "only by SHARDING"), ({"datasets": [{"path": "x", "field": "y"}]}, "SFT_DATA_PATH"),
     ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED"),
     ({"betas": [0.9, 0.95, 0.999]}, "ADAM_BETA1 and ADAM_BETA2 set it"), ({"betas": [0.9]}, "ADAM_BETA1 and ADAM_BETA2"),
-    ({"bf16": False}, "PRECISION=fp32 without it"), ({"min_lr_ratio": 0.1}, "MIN_LEARNING_RATE is the final rate")])
+    ({"bf16": False}, "PRECISION=fp32 without it"), ({"min_lr_ratio": 0.1}, "needs LEARNING_RATE; MIN_LEARNING_RATE is the final rate"),
+    ({"lr_scheduler_type": "polynomial"}, "see LR_SCHEDULE"), ({"max_iters": 9, "lr_decay_iters": 5}, "lr_decay_iters, our MAX_STEPS, is set a second time")])
 def test_a_value_that_does_not_carry_over_is_refused(config, words):
     (problem,) = problems(config=config)
     assert words in problem and "run.json" in problem
@@ -173,6 +175,34 @@ def test_names_that_need_no_setting_are_reported_and_empty_values_are_unset():
     assert [note.split()[0] for note in notes if "needs no setting here" in note] == ["monitor_memory=true", "tensor_parallel_degree=1", "num_workers=4", "fp16=false"]
     Path("run.yaml").write_text("wandb_entity:\nwandb_watch:\nlora_target_modules:\nresume_from_checkpoint:\nmax_iters: 3\n")
     assert load("--config", "run.yaml", env="LR=\n").config.max_steps == 3
+
+
+@pytest.mark.parametrize("config, name, value", [
+    ({"micro_batch_size": 2, "max_seq_len": 64, "grad_accum_nums": 3}, "total_batch_size", 384), ({"tokenizer_num_workers": 3}, "preparation_workers", 3),
+    ({"run_validation": False}, "validate_every", 0), ({"micro_batch_size": 2, "max_eval_step": 5}, "validation_rows", 10), ({"resume_from_latest": True}, "resume", "auto"),
+    ({"training_stage": "distillation", "teacher_model": "x"}, "distillation_enabled", True)])
+def test_names_of_earlier_custom_trainers_are_settings(config, name, value):
+    assert getattr(load(config=config).config, name) == value
+
+
+def test_names_of_earlier_custom_trainers_are_answered():
+    harmless = {"log_timing": True, "prefetch_factor": 2, "flop_counter": True, "profiler_dir": "x", "replica_group_size": 2, "run_validation": True}
+    notes = load(config=harmless).notes
+    assert [note.split("=")[0] for note in notes if "needs no setting here" in note] == [*harmless]
+    assert "PROFILE_STEPS" in problems(config={"wait_step": 3})[0]
+    base = {"sft_data_path": "x", "pretrain_checkpoint": "base", "training_stage": "lora"}
+    config = load("--tokenizer-path", "x", config=base).config
+    assert (config.training_stage, config.lora_enabled) == ("sft", True)
+    assert load("--tokenizer-path", "x", config=base | {"training_stage": "instruct"}).config.training_stage == "sft"
+    ranks = {"WORLD_SIZE": "4", "RANK": "0"}
+    config = load(config={"hsdp": True, "enable_fsdp": True, "sharding_group_size": 2, "micro_batch_size": 1}, environ=ranks).config
+    assert (config.sharding, config.shard_degree) == ("hybrid", 2)
+
+
+def test_flags_that_do_less_than_they_seem_to_say_so():
+    assert any("RUN_NAME=none is no name" in note for note in load("--run-name", "none").notes)
+    assert any("a small run is --preset debug" in note for note in load("--debug", "--depth", "2").notes)
+    assert not any("debug" in note.lower() for note in load("--run-name", "first", "--depth", "2").notes)
 
 
 def test_heads_without_a_number_of_kv_heads_have_their_own_unless_the_default_divides_them():
@@ -230,10 +260,10 @@ def test_production_alone_has_a_size_and_steps_and_beside_a_size_it_has_that():
 # Learning rates of other trainers, by their own formulas: the rate of each step, from 0.
 
 
-def by_transformers(name: str, steps: int, warmup: int, peak: float) -> list[float]:
+def by_transformers(name: str, steps: int, warmup: int, peak: float, **kwargs) -> list[float]:
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
-    scheduler, rates = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps), []
+    scheduler, rates = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=kwargs), []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -241,37 +271,30 @@ def by_transformers(name: str, steps: int, warmup: int, peak: float) -> list[flo
     return rates
 
 
-def by_torchtitan(steps: int, warmup: int, peak: float, decay_ratio: float) -> list[float]:
+def by_torchtitan(steps: int, warmup: int, peak: float, decay_ratio: float | None = None) -> list[float]:
     """Warm-up, plateau, and a linear decay to min_lr_factor, 0, whose last step is not 0."""
-    decay = round(steps * decay_ratio)
+    decay = steps - warmup if decay_ratio is None else round(steps * decay_ratio)
     stable = steps + 1 - warmup - decay
     return [peak * ((step + 1) / warmup if step < warmup else 1.0 if step < warmup + stable else
                     1 - (step + 1 - warmup - stable) / decay) for step in range(steps)]
 
 
-def by_nanochat(steps: int, warmup: int, peak: float, warmdown_ratio: float) -> list[float]:
-    """final_lr_frac is 0."""
+def by_nanochat(steps: int, warmup: int, peak: float, warmdown_ratio: float, final: float) -> list[float]:
+    """final_lr_frac is 0.05 in pretraining, and 0 in SFT."""
     down = round(warmdown_ratio * steps)
-    return [peak * ((step + 1) / warmup if step < warmup else 1.0 if step <= steps - down else (steps - step) / down)
-            for step in range(steps)]
+    return [peak * ((step + 1) / warmup if step < warmup else 1.0 if step <= steps - down else
+                    (steps - step) / down * (1 - final) + final) for step in range(steps)]
 
 
-def by_nanogpt(steps: int, warmup: int, peak: float) -> list[float]:
-    """lr_decay_iters are max_iters, and min_lr is 6e-5."""
-    def rate(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / (warmup + 1)
-        return 6e-5 + 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) * (peak - 6e-5)
-    return [rate(step) for step in range(steps)]
-
-
-def by_megatron(steps: int, warmup: int, peak: float) -> list[float]:
-    """lr_decay_style=cosine; lr_decay_iters are train_iters, and min_lr is 0."""
+def by_cosine(steps: int, warmup: int, peak: float, final: float) -> list[float]:
+    """nanoGPT (final: min_lr, 6e-5), litgpt's pretraining (4e-5) and Megatron-LM with lr_decay_style=cosine (0)."""
     return [peak * step / warmup if step < warmup else
-            peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) for step in range(steps)]
+            final + 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) * (peak - final) for step in range(steps)]
 
 
-HF = {"max_steps": 40, "warmup_steps": 8}
+HF, RATE = {"max_steps": 40, "warmup_steps": 8, "learning_rate": 1e-3}, {"learning_rate": 1e-3}
+NANOGPT = {**RATE, "max_iters": 40, "block_size": 64, "batch_size": 4}
+LITGPT = {"max_steps": 40, "lr_warmup_steps": 8, "micro_batch_size": 4, "global_batch_size": 8, "max_seq_length": 64, "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}}
 
 
 @pytest.mark.parametrize("file, theirs", [
@@ -279,19 +302,31 @@ HF = {"max_steps": 40, "warmup_steps": 8}
     ({**HF, "lr_scheduler_type": "linear"}, by_transformers("linear", 40, 8, 1e-3)),
     ({**HF, "lr_scheduler": "linear", "warmup_steps": 0, "warmup_ratio": 0.2}, by_transformers("linear", 40, 8, 1e-3)),
     ({**HF, "warmup_ratio": 0.25, "warmup_steps": 0, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 10, 1e-3)),
-    ({"max_steps": 40, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 0, 1e-3)),
+    ({**RATE, "max_steps": 40, "lr_scheduler_type": "cosine"}, by_transformers("cosine", 40, 0, 1e-3)),
+    ({**HF, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}, by_transformers("cosine_with_min_lr", 40, 8, 1e-3, min_lr_rate=0.2)),
+    ({**HF, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, by_transformers("cosine_with_min_lr", 40, 8, 1e-3, min_lr=1e-5)),
     ({**HF, "lr_scheduler_type": "constant_with_warmup"}, by_transformers("constant_with_warmup", 40, 8, 1e-3)),
     ({**HF, "lr_scheduler_type": "constant"}, by_transformers("constant", 40, 8, 1e-3)),
-    ({"training": {"steps": 40}, "lr_scheduler": {"warmup_steps": 8, "decay_ratio": 0.5}}, by_torchtitan(40, 8, 1e-3, 0.5)),
-    ({"max_steps": 40, "warmup_steps": 8, "warmdown_ratio": 0.3}, by_nanochat(40, 8, 1e-3, 0.3)),
-    ({"max_steps": 40, "warmdown_ratio": 0.5}, by_nanochat(40, 0, 1e-3, 0.5)),
-    ({"max_iters": 40, "warmup_iters": 8, "decay_lr": True}, by_nanogpt(40, 8, 1e-3)),
-    ({"max_iters": 40, "decay_lr": False}, [1e-3] * 40),
-    ({"train_iters": 40, "lr_warmup_iters": 8, "lr_decay_style": "cosine"}, by_megatron(40, 8, 1e-3)),
+    ({**HF, "per_device_train_batch_size": 4}, by_transformers("linear", 40, 8, 1e-3)),
+    ({**RATE, "max_steps": 40, "num_train_epochs": 3}, by_transformers("linear", 40, 0, 1e-3)),
+    ({"max_steps": 40, "logging_steps": 5, "cutoff_len": 64}, by_transformers("linear", 40, 0, 5e-5)),
+    ({**RATE, "max_steps": 40, "sequence_len": 64, "micro_batch_size": 2}, by_transformers("cosine", 40, 1, 1e-3)),
+    ({**RATE, "max_steps": 40, "sequence_len": 64, "cosine_min_lr_ratio": 0.1, "warmup_steps": 4}, by_transformers("cosine_with_min_lr", 40, 4, 1e-3, min_lr_rate=0.1)),
+    ({**RATE, "training": {"steps": 40}, "lr_scheduler": {"warmup_steps": 8, "decay_ratio": 0.5}}, by_torchtitan(40, 8, 1e-3, 0.5)),
+    ({"training": {"steps": 40, "local_batch_size": 4, "seq_len": 64}, "optimizer": {"lr": 1e-3}, "lr_scheduler": {"warmup_steps": 8}}, by_torchtitan(40, 8, 1e-3)),
+    ({**HF, "warmdown_ratio": 0.3}, by_nanochat(40, 8, 1e-3, 0.3, 0.05)),
+    ({**HF, "warmdown_ratio": 0.5, "final_lr_frac": 0.2}, by_nanochat(40, 8, 1e-3, 0.5, 0.2)),
+    ({**RATE, "max_steps": 40, "warmdown_ratio": 0.5, "training_stage": "sft", "sft_data_path": "x", "pretrain_checkpoint": "base"}, by_nanochat(40, 0, 1e-3, 0.5, 0)),
+    ({**NANOGPT, "warmup_iters": 8, "decay_lr": True}, by_cosine(40, 8, 1e-3, 6e-5)),
+    ({**NANOGPT, "warmup_iters": 8, "lr_decay_iters": 40}, by_cosine(40, 8, 1e-3, 6e-5)),
+    ({**NANOGPT, "decay_lr": False}, [1e-3] * 40),
+    (LITGPT, by_cosine(40, 8, 1e-3, 4e-5)),
+    ({"train_iters": 40, "lr_warmup_iters": 8, "lr_decay_style": "cosine", "lr": 1e-3}, by_cosine(40, 8, 1e-3, 0)),
+    ({"train_iters": 40, "lr_warmup_iters": 8, "lr": 1e-3}, by_transformers("linear", 40, 8, 1e-3)),
 ])
 def test_a_curve_is_the_other_trainers(file, theirs):
     """Warm-ups begin with 0 there, or end a step later: less than a step of them differs, and nothing after them."""
-    config = load(config={**file, "learning_rate": 1e-3}).config
+    config = load("--tokenizer-path", "x", config=file).config
     ours, warmup = [learning_rate(step, config) for step in range(config.max_steps)], round(
         config.warmup_steps * (config.max_steps if config.warmup_steps < 1 else 1))
     assert len(ours) == len(theirs)
@@ -299,15 +334,47 @@ def test_a_curve_is_the_other_trainers(file, theirs):
     assert ours[:warmup] == pytest.approx(theirs[:warmup], abs=1.0001e-3 / max(1, warmup))
 
 
+@pytest.mark.parametrize("file, settings", [
+    ({**HF, "per_device_train_batch_size": 4}, {"weight_decay": 0, "adam_beta2": 0.999, "max_grad_norm": 1}),
+    ({**HF, "per_device_train_batch_size": 4, "max_length": 64}, {"total_batch_size": 256}),  # gradient_accumulation_steps=1
+    ({**RATE, "training_stage": "sft", "max_steps": 9, "sequence_len": 64}, {"adam_beta2": 0.95}),  # the name of a stage is ours: no file of axolotl
+    (LITGPT, {"weight_decay": 0.01, "adam_beta2": 0.999, "tie_embeddings": False}),
+    ({**NANOGPT, "gradient_accumulation_steps": 8}, {"total_batch_size": 8 * 4 * 64, "weight_decay": 0.1}),
+    ({"max_steps": 9, "cutoff_len": 64, "model_name_or_path": "base"}, {"lora_enabled": True, "lora_rank": 8, "lora_alpha": 16, "learning_rate": 5e-5}),
+    ({"max_steps": 9, "cutoff_len": 64, "model_name_or_path": "base", "finetuning_type": "full"}, {"lora_enabled": False, "learning_rate": 5e-5}),
+    (NANOGPT, {"total_batch_size": 40 * 4 * 64}), ({**RATE, "max_steps": 9, "sequence_len": 64}, {"total_batch_size": 64, "micro_batch_size": 1})])
+def test_defaults_are_set_in_a_file_of_one_trainer(file, settings):
+    files = {"sft_data_path": "x", "pretrain_checkpoint": "base"} if "training_stage" in file else {}
+    config = load("--tokenizer-path", "x", config=file | files).config
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_accumulated_steps_of_nanogpt_are_those_of_all_ranks():
+    ranks = {"WORLD_SIZE": "2", "RANK": "0"}
+    assert load(config={**NANOGPT, "gradient_accumulation_steps": 8}, environ=ranks).config.total_batch_size == 8 * 4 * 64
+    assert load(config={**HF, "per_device_train_batch_size": 4, "max_length": 64, "gradient_accumulation_steps": 8}, environ=ranks).config.total_batch_size == 2 * 8 * 4 * 64
+
+
 @pytest.mark.parametrize("file, words", [
-    ({"num_train_epochs": 2}, "LR_SCHEDULE=linear, WARMUP_STEPS=0, WEIGHT_DECAY=0, ADAM_BETA2=0.999"),
-    ({"num_train_epochs": 2, "weight_decay": 0.1, "warmup_ratio": 0.1}, "other defaults: LR_SCHEDULE=linear, ADAM_BETA2=0.999."),
-    ({"local_batch_size": 8}, "LR_SCHEDULE=linear, WARMUP_STEPS=200"), ({"lora_r": 4}, "LORA_ALPHA=8"),
-    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), ({"lr_scheduler_type": "warmup_stable_decay"}, "a decay along a cosine, here linear"),
-    ({"lr_scheduler_type": "cosine"}, "MIN_LEARNING_RATE=0 too"), ({"cooldown_fraction": 0.2}, "MIN_LEARNING_RATE=0"),
-    ({"use_flash_attn": True}, "ATTENTION_BACKEND: auto"), ({"train_iters": 5}, "ADAM_BETA2=0.999")])
+    ({"num_train_epochs": 2}, "LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, WARMUP_STEPS=0, WEIGHT_DECAY=0, ADAM_BETA2=0.999"),
+    ({"local_batch_size": 8}, "WARMUP_STEPS=200"),
+    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), ({"lr_scheduler_type": "warmup_stable_decay"}, "decays along a cosine in transformers, and in a line here"),
+    ({"lr_scheduler_type": "cosine"}, "that apply: MIN_LEARNING_RATE=0"), ({"cooldown_fraction": 0.2}, "MIN_LEARNING_RATE=0"), ({"peak_lr": 1e-3}, "MIN_LEARNING_RATE=0"),
+    ({"use_flash_attn": True}, "ATTENTION_BACKEND: auto"), ({"train_iters": 5}, "ADAM_BETA2=0.999"), ({"save_steps": 5, "num_train_epochs": 1}, "KEEP_LAST=0"),
+    ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs sets nothing beside max_steps"), ({"save_steps": 5, "save_strategy": "no"}, "save_strategy=no sets SAVE_EVERY=0")])
 def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
     assert any(words in note for note in load(config=file).notes), load(config=file).notes
+
+
+def test_names_that_imply_nothing_print_nothing():
+    for name, value in (("save_total_limit", 2), ("logging_steps", 3), ("device_id", 1), ("wandb_project", "x"), ("trust_remote_code", True)):
+        assert not [note for note in load(config={name: value}).notes if "Defaults of" in note]
+
+
+def test_every_name_of_what_changes_training_is_that_of_a_trainer():
+    safe = {name for name in Config.model_fields if on_resume(name) == "safe"} | {*MODEL_SETTINGS, "lora_enabled", "tokenizer_path"} - {"epochs", "micro_batch_size"}
+    assert {name for name, setting in ALIASES.items() if setting not in safe} - NAMES <= {
+        "pretrained_model", "model_path", "model_id", "pretrained_model_name_or_path", "random_seed", "teacher", "lora", "target_modules", "patience"}
 
 
 def test_a_setting_of_ours_or_of_theirs_is_kept_whatever_a_name_implies():

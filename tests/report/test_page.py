@@ -154,6 +154,16 @@ def spoken(page, chart: str) -> str:
     return page.locator(f"#chart-{chart} .plot").get_attribute("aria-valuetext")
 
 
+@pytest.mark.parametrize("options", ["%7B", '{"axis":5,"smoothing":"x","hidden":3,"zoom":"a","theme":[]}', "null", '{"axis":"no","zoom":[1]}', "[]"])
+def test_a_link_with_wrong_options_shows_the_page(options, show):
+    """The fixture fails if a script complains."""
+    page = show(report(run()))
+    page.evaluate("options => { location.hash = '#view?' + encodeURIComponent(options); }", options)
+    page.reload()
+    assert page.evaluate("[view.axis, view.smoothing, document.querySelector('#theme').value]") == ["step", 25, ""]
+    assert "Learned a lot." in page.inner_text("body")
+
+
 def test_the_page_shows_all_of_its_data(show):
     page = show(report(run(), run("second")))
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")

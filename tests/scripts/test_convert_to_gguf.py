@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from common.errors import CheckpointError, SettingsError
 from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
-from scripts.import_checkpoint import import_checkpoint
+from scripts.import_checkpoint import import_checkpoint, read_gguf
 from tokenizer import Tokenizer
 
 MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_factor": 8.0, "rope_original_max_len": 64, "rope_theta": 10_000.0},
@@ -61,6 +62,16 @@ def save(folder, pairs=b"etaoinsh", **settings):
                 parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
     huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, 256)
     return folder
+
+
+@pytest.mark.parametrize("field, words", [
+    (struct.pack("<IIQ", 9, 9, 1), "array of arrays"), (struct.pack("<IIQ", 9, 8, 2**40), "exceeds the file"),
+    (struct.pack("<IQ", 8, 2**40), "exceeds the file"), (struct.pack("<I", 99), "use another file")])
+def test_a_header_that_does_not_fit_its_file_is_refused(field, words, gguf, tmp_path):
+    """Before the package gguf would make a list of 2^40 elements of it."""
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + field + bytes(64))
+    with pytest.raises(CheckpointError, match=words):
+        read_gguf(tmp_path / "bad.gguf")
 
 
 @pytest.mark.parametrize("name", MODELS)

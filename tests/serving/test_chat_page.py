@@ -428,6 +428,14 @@ def test_markdown_becomes_elements_and_nothing_in_it_is_html(chat, stub):
     page.sees(MARKDOWN)
 
 
+def test_markdown_that_is_nested_too_deeply_is_shown_as_text(chat, stub):
+    page = chat()
+    stub.pieces = [1500 * "- " + "end"]
+    page.say("Hi")
+    page.reads("seed")
+    assert page.locator(".answer .text").inner_text().endswith("- end") and page.locator(".answer li").count() == 0
+
+
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_on_the_chat_page(chat, stub, violations, width, scheme):
     page = chat(width, scheme)

@@ -171,6 +171,14 @@ def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client
         assert re.match(rb"HTTP/1.1 (400|501) ", exchange(server[0], f"{head}{lengths}\r\nhello".encode())), lengths
 
 
+def test_large_headers_and_variables_that_a_template_has_already_are_refused(client):
+    assert client.get("/health", headers={"X-Large": 20_000 * "a"}).status_code == 431
+    assert client.get("/health", headers={"X-Large": 10_000 * "a"}).status_code == 200
+    for name in ("messages", "bos_token", "add_generation_prompt"):
+        answer = client.post(CHAT, json=asked(chat_template_kwargs={name: "x"}))
+        assert answer.status_code == 400 and f"chat_template_kwargs.{name}" in answer.json()["error"]["message"]
+
+
 def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monkeypatch):
     tokenizer, going, release = server[1][0].model.tokenizer, threading.Semaphore(0), threading.Event()
     encode = tokenizer.encode

@@ -138,7 +138,7 @@ def test_nothing_is_unpickled_and_no_foreign_code_runs():
             users_own = (unit, name) in {("extensions/rewards.py", "importlib.import_module"),  # what REWARD names
                                          ("config.py", "import_module")}  # of extensions/
             assert users_own or not re.fullmatch(UNSAFE_CALLS, name) and not name.startswith("pickle."), where
-            assert not name.startswith("yaml.") or name.startswith(("yaml.safe_", "yaml.compose")), where
+            assert not name.startswith("yaml.") or name.startswith(("yaml.safe_", "yaml.compose", "yaml.parse", "yaml.MarkedYAMLError")), where
             if name == "torch.load":
                 assert unit == "scripts/import_checkpoint.py" and keywords["weights_only"] == "True", where
             if re.fullmatch(r"(np|numpy)\.load", name):
@@ -230,7 +230,7 @@ def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
     (tmp_path / "all.env").write_text(text)
     loaded = make_plan(["--env-file", str(tmp_path / "all.env")], {}, complete=False)
     assert loaded.config == Config()
-    assert len(re.findall(r"^[A-Z0-9_]+=", text, re.MULTILINE)) == len(Config.model_fields)
+    assert len(re.findall(r"^[A-Z0-9_]+=", text, re.MULTILINE)) == len(Config.model_fields) + 3  # variables of libraries
     assert json.dumps(loaded.config.public())
 
 

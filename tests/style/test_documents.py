@@ -48,7 +48,7 @@ def test_every_name_of_another_trainer_is_known_and_has_a_setting_or_a_command()
     assert len(rows) > 100
     settings = {name.upper() for name in Config.model_fields} | {"WANDB_PROJECT"}
     for reference, actual in rows:
-        names = [name for name in re.findall(r"`([a-z][\w.]*)`", reference) if not name.endswith(".py")]
+        names = [name for name in re.findall(r"`([a-z][\w.]*)`", reference) if not name.endswith((".py", ".sh"))]
         assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", reference)), reference
         quoted = re.findall(r"`(.*?)`", actual)
         if called := re.match(r"`(?:trl|axolotl|litgpt|llamafactory-cli|python -m scripts)[ .](\w+\S*?)[ `]", reference):

@@ -128,6 +128,23 @@ def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     assert_no_canary(place, job.text())
 
 
+def test_no_secret_is_in_what_a_run_and_its_trackers_leave_behind(tmp_path, prepared):
+    """The real wandb, offline, and TensorBoard; a URL with secrets as a flag, which ./paddock train prepares, and wandb would copy from sys.argv; report and card."""
+    pytest.importorskip("wandb", reason="wandb is not installed (requirements-dev.txt)")
+    script = tmp_path / "start.py"  # as ./paddock train starts: main reads sys.argv
+    script.write_text("import sys, train\nraise SystemExit(train.main(sys.argv[1:]))\n")
+    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, SAVE_EVERY=1, WANDB_ENABLED="true", TENSORBOARD_ENABLED="true", EXTENSIONS="default",
+                  HELLASWAG_EVERY=0, REPORT="true")
+    environ = {**os.environ, "WANDB_MODE": "offline", "WANDB_API_KEY": 4 * "canary-123", "HF_TOKEN": "hf_canary", "WANDB_SILENT": "true",
+               "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, script, "--pretrain-data-path", URL.format("x.jsonl"), *argv_of(run.settings)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [*run.folder.glob("tensorboard/*")] and (run.folder / "report.html").exists() and [*run.folder.rglob("README.md")]
+    (recorded,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+    assert b"https://***@127.0.0.1" in recorded.read_bytes()
+    assert_no_canary(tmp_path, done.stdout, done.stderr)
+
+
 COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
 
 

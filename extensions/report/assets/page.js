@@ -539,12 +539,18 @@ function linkToView() {
 /** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
-  const {axis, smoothing, hidden, zoom: range, theme} = JSON.parse(decodeURIComponent(location.hash.slice(6)));
-  Object.assign(view, {axis, smoothing, hidden: new Set(hidden)});
-  for (const [id, value] of Object.entries({axis, smoothing, theme})) byId(id).value = value;
-  setTheme(theme);
+  let options = {};
+  try { options = {...JSON.parse(decodeURIComponent(location.hash.slice(6)))}; } catch { /* cut off */ }
+  for (const id of ["axis", "smoothing", "theme"]) {
+    const box = byId(id), before = box.value;
+    box.value = options[id];
+    if (box.value !== String(options[id])) box.value = before;  // not one of its values
+  }
+  const hidden = [options.hidden ?? []].flat(), range = [options.zoom].flat();
+  Object.assign(view, {axis: byId("axis").value, smoothing: Number(byId("smoothing").value), hidden: new Set(hidden)});
+  setTheme(byId("theme").value);
   refresh();
-  zoom(groupOf("steps"), range);
+  if (range.length === 2 && range.every(Number.isFinite)) zoom(groupOf("steps"), range);
 }
 
 function setTheme(theme) {

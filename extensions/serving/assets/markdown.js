@@ -5,7 +5,13 @@ const lexed = new WeakMap();  // answer -> {text, tokens}, because most answers 
 
 function partsOf(reply) {
   if (lexed.get(reply)?.text !== reply.text) {
-    lexed.set(reply, {text: reply.text, tokens: marked.lexer(reply.text, {gfm: true})});
+    let tokens;
+    try {
+      nodesOf(tokens = marked.lexer(reply.text, {gfm: true}));
+    } catch {  // a thousand nested lists overflow the stack
+      tokens = [{type: "plain", raw: reply.text}];
+    }
+    lexed.set(reply, {text: reply.text, tokens});
   }
   return nodesOf(lexed.get(reply).tokens);
 }
