@@ -45,7 +45,6 @@ class Adapter(NamedTuple):
     base_path: Optional[str]  # a folder or hub name
     base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
     token_ids: TokenIds  # ids of trained rows
-    unused_rows: Mapping[str, Tensor] = {}  # of the base's matrices that are trained, without a token
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
         """Raise CheckpointError unless the adapters were trained on these weights."""
@@ -177,9 +176,14 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
     return token_ids
 
 
-def adapter_files(adapter: Adapter, model_config: ModelConfig, vocab_size: int) -> dict[str, TensorFile]:
-    """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
-    tensors = to_peft(adapter.state, model_config, vocab_size, adapter.unused_rows)
+def adapter_files(state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_size: int,
+                  unused_rows: Mapping[str, Tensor] = {}) -> dict[str, TensorFile]:
+    """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads.
+
+    Args:
+        unused_rows: those of the base's matrices that are trained, without a token.
+    """
+    tensors = to_peft(state, model_config, vocab_size, unused_rows)
     return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 
 

@@ -19,7 +19,7 @@ import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
 from checkpoint.store import CHECKPOINT_NAME
-from checkpoint.tensors import LazyTensor, TensorFile
+from checkpoint.tensors import TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
@@ -289,7 +289,7 @@ def start_writing(run: Run) -> None:
 @collective
 def is_folder_lost(run: Run) -> bool:
     """Return whether the run's folder was renamed or deleted during the run."""
-    return run.ranks.broadcast(run.run_folder.is_lost)
+    return run.ranks.on_rank0(lambda: run.run_folder.is_lost)
 
 
 def how_to_resume(run: Run) -> str:
@@ -304,31 +304,34 @@ def how_to_resume(run: Run) -> str:
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
     config, first = run.config, run.progress.step + 1
-    if not is_folder_lost(run):
-        run.ranks.on_rank0(lambda: run_folder.write_segment(
-            run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
+    run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
+        run.folder, first, config.public(), run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints
 
 
 @collective
-def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return the weights and the optimizer's state, as tensors that read copies of this rank's rows."""
-    trained = {name: parameter for name, parameter in named_parameters(run.model).items()
-               if parameter.requires_grad or not run.config.lora_enabled}
-    # The rows of this rank, and the parameters that they are divided like.
-    tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
-    optimizer_state = run.optimizer.state_tensors()
-    for name, rows in optimizer_state.items():
+def files_to_save(run: Run) -> dict[str, TensorFile]:
+    """Return the files of weights and optimizer state, whose tensors read this rank's share of the rows."""
+    model, config, vocab_size = run.model, run.config, run.inputs.tokenizer.vocab_size
+    shard = run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(model), model.config.head_dim,
+                                               run.log.warn)
+    trained = {name: parameter for name, parameter in named_parameters(model).items()
+               if parameter.requires_grad or not config.lora_enabled}
+    unused = model.source.unused_rows if model.source else {}
+    weights = {name: shard.tensor(local_rows(parameter), parameter, saved_rows(name, parameter, model),
+                                  len(unused.get(name, ()))) for name, parameter in trained.items()}
+    moments = {}
+    for name, rows in run.optimizer.state_tensors().items():
         like = trained[name.rpartition(".")[0]]
-        tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim,
-                                       run.log.warn)
-    run.shard.more_rows = run.model.source.unused_rows if run.model.source else {}
-    copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
-                            for name, (rows, like) in tensors.items()})
-    return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
+        like = like if rows.ndim and is_divided(like) else rows
+        moments[name] = shard.tensor(rows, like, saved_rows(name, like, model))
+    if config.lora_enabled:
+        files = peft.adapter_files(weights, config, vocab_size, unused)
+    else:
+        files = huggingface.model_files(weights, model.config, vocab_size)
+    return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=model.config.head_dim)}
 
 
 @collective
@@ -340,8 +343,22 @@ def pin_early(run: Run) -> None:
     config = run.config
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
         with phase("save"):
-            tensors_to_save(run)
-            run.shard.allocate()
+            files = files_to_save(run)
+            run.shard.allocate(files)
+
+
+def checkpoint_texts(run: Run) -> dict[str, str]:
+    """Return the state of the run and the extensions' files, by name."""
+    progress, source = run.progress, run.model.source
+    state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, run.config, run.plan),
+             "world_size": run.ranks.world_size, "settings": run.config.public(),
+             "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
+    if source and source.dtype not in (None, "float32"):
+        state["base_dtype"] = source.dtype
+    if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
+        state["extensions"] = states
+    texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
+    return {**texts, store.STATE: json.dumps(state, indent=1) + "\n"}
 
 
 @phase("save")
@@ -354,52 +371,40 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     """
     started, step = time.perf_counter(), run.progress.step
     finish_saving(run)
-    finish_pruning(run)
-    config, progress, ranks = run.config, run.progress, run.ranks
-
-    weights, moments = tensors_to_save(run)
-    state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, config, run.plan),
-             "world_size": ranks.world_size, "settings": config.public(),
-             "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    source = run.model.source
-    if source and source.dtype not in (None, "float32"):
-        state["base_dtype"] = source.dtype
-    if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
-        state["extensions"] = states
-    texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
-    tokenizer, model_config = run.inputs.tokenizer, run.model.config
-    if config.lora_enabled:
-        adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
-                               lora.trained_token_ids(run.model), source.unused_rows)
-        files = peft.adapter_files(adapter, config, tokenizer.vocab_size)
-    else:
-        files = huggingface.model_files(weights, model_config, tokenizer.vocab_size)
-    weight_files = dict(files)
-    files[store.OPTIMIZER] = TensorFile(moments, block_multiple=model_config.head_dim)
+    config, progress, ranks, tokenizer = run.config, run.progress, run.ranks, run.inputs.tokenizer
+    files, texts, model_config = files_to_save(run), checkpoint_texts(run), run.model.config
+    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
+    context = max(config.max_seq_len, run.model.source.context if run.model.source else 0)
+    adapter = config.lora_enabled and peft.Adapter(
+        {}, config, progress.base, progress.base_sha256, lora.trained_token_ids(run.model))
 
     def write_others(folder: Path) -> None:
-        if config.lora_enabled:
+        if adapter:
             peft.save_settings(folder, adapter, config, tokenizer)
         else:
-            context = max(config.max_seq_len, source.context if source else 0)
-            huggingface.save_settings(folder, weight_files, model_config, tokenizer, context)
+            weights = {name: file for name, file in files.items() if name != store.OPTIMIZER}
+            huggingface.save_settings(folder, weights, model_config, tokenizer, context)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
+    def begin() -> Optional[str]:
+        if run.pruning:
+            run.pruning.result(run.log.warn)
+        size = sum(file.nbytes for file in files.values())
+        return None if run.run_folder.is_lost else str(store.retrying(
+            lambda: store.start_writing(checkpoint, files, size), run.log.warn))
+
+    temporary = ranks.on_rank0(begin)
+    if temporary is None:
+        save_in_new_folder(run)
     manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
-    saving = PendingSave(step, started, run.shard, files, write_others, manifest)
-    if is_folder_lost(run):
-        save_in_new_folder(run, saving)
-    if not config.async_save or wait or not run.shard.allocate():
-        run.saving = saving
+    run.saving = PendingSave(step, started, run.shard, files, write_others, manifest, checkpoint,
+                             Path(temporary))
+    if wait or not config.async_save or not run.shard.allocate(files):
         return finish_saving(run)
-    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
-    run.shard.copy(*run.shard.tensors)
-    saving.start(checkpoint, run.log.warn)
-    run.saving = saving
-    saving.blocked = time.perf_counter() - started
-    run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)
+    run.saving.start()
+    run.saving.blocked = time.perf_counter() - started
+    run.log.event("save", step, seconds=run.saving.blocked, checkpoint=checkpoint.name)
 
 
 @phase("save")
@@ -412,24 +417,37 @@ def finish_saving(run: Run) -> None:
     saving, run.saving = run.saving, None
     if saving is None:
         return
-    if saving.folder and is_folder_lost(run):  # the run stops after this step, and saves its state elsewhere
-        if saving.thread:
-            saving.thread.cancel()
-        return
-    checkpoint, config = run.folder / "checkpoints" / f"step-{saving.step:08d}", run.config
-    saving.complete(checkpoint, run.log.warn)
+    config, checkpoint, warn = run.config, saving.folder, run.log.warn
     protected = [run.started_from] if run.started_from else []
-    if run.ranks.is_rank0:
-        run.pruning = Background(lambda warn: store.prune(
-            checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every))
-    if not saving.folder:
-        finish_pruning(run)
+
+    def prune(warn: store.Warn) -> None:
+        store.prune(checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every)
+
+    def finish() -> None:
+        if run.run_folder.is_lost:
+            raise CheckpointError(f"{run.folder} was renamed or deleted")
+        store.finish_writing(saving.temporary, checkpoint, saving.details, hashed, warn)
+        if saving.in_background:
+            run.pruning = Background(prune)
+        else:
+            prune(warn)
+
+    try:
+        hashed = saving.written(warn)
+        run.ranks.on_rank0(finish)
+    except Exception as error:
+        saving.remove()
+        if not isinstance(error, CheckpointError) or not is_folder_lost(run):
+            raise
+        if not saving.in_background:
+            save_in_new_folder(run)
+        return  # the run stops after this step, and saves its state elsewhere
     if saving.step == run.progress.step:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
-    waited = f"; training stopped for {saving.blocked:.1f} s" if saving.folder else ""
+    waited = f"; training stopped for {saving.blocked:.1f} s" if saving.in_background else ""
     run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}")
-    if not saving.folder:
+    if not saving.in_background:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     run.log.event("saved", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     for extension in run.extensions:
@@ -437,25 +455,22 @@ def finish_saving(run: Run) -> None:
 
 
 @collective
-def save_in_new_folder(run: Run, saving: PendingSave) -> NoReturn:
-    """Complete a checkpoint in a new folder, and end the run, whose own folder was renamed or deleted."""
+def save_in_new_folder(run: Run) -> NoReturn:
+    """Save the state in a new folder, and end the run, whose own folder was renamed or deleted."""
     lost = run.folder
-    free = (str(each) for each in run_folder.numbered(lost) if not each.exists())
-    run.run_folder, run.saving = RunFolder(Path(run.ranks.broadcast(next(free)))), saving
     with ExitStack() as stack:
-        run.ranks.on_rank0(lambda: stack.enter_context(run_folder.lock_run(run.folder)))
-        finish_saving(run)
+        def choose() -> str:
+            folder = next(each for each in run_folder.numbered(lost) if not each.exists())
+            stack.enter_context(run_folder.lock_run(folder))
+            return str(folder)
+
+        run.run_folder = RunFolder(Path(run.ranks.on_rank0(choose)))
+        save_checkpoint(run, wait=True)
     error = CheckpointError(f"{lost} was renamed or deleted during the run. The state after step "
-                            f"{saving.step} is saved in a new folder, {run.folder}, without the earlier logs "
-                            f"and checkpoints. To resume: {how_to_resume(run)}")
+                            f"{run.progress.step} is saved in a new folder, {run.folder}, without the "
+                            f"earlier logs and checkpoints. To resume: {how_to_resume(run)}")
     error.on_all_ranks = True
     raise error
-
-
-@collective
-def finish_pruning(run: Run) -> None:
-    pruning, run.pruning = run.pruning, None
-    run.ranks.raise_on_all(lambda: pruning and pruning.result(run.log.warn))
 
 
 @contextmanager
