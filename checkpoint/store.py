@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
+from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest
 from checkpoint.model_json import hub_model, other_format, read_model_json
-from checkpoint.schema import Manifest, State, parse
+from checkpoint.schema import State, parse
 from common import __version__
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
@@ -113,10 +113,10 @@ def finish_writing(temporary: Path, folder: Path, details: Mapping[str, Any],
     replaced = folder.with_name(f"replaced-{folder.name}")
 
     def attempt() -> None:
-        # A crash between the two renames leaves the old checkpoint under `replaced-`.
         with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
                 write_manifest(temporary, details, hashed)
+                # A crash between the two renames leaves the old checkpoint under `replaced-`.
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
                         _remove(replaced, warn)
@@ -185,11 +185,6 @@ def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> 
 
 
 # ------------------------------------------------------------------------------------------- reading
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, verified by its own hash, without verifying the files."""
-    return parse(read_manifest_bytes(folder), Manifest, Path(folder) / MANIFEST)
 
 
 def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True,

@@ -235,7 +235,7 @@ class PrepareAhead(Extension):
 
         while True:
             tick()  # waiting for data is not a hang
-            gathered = ranks.gather(state)
+            gathered = ranks.gather_or_raise(state)
             counts, are_complete, failures, hashes = zip(*gathered)
             if differing := [number for number, same in enumerate(zip(*hashes)) if len({*same}) > 1]:
                 raise on_all_ranks(DataError(

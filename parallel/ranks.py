@@ -125,7 +125,7 @@ class Ranks:
         return value
 
     @collective
-    def gather(self, make: Callable[[], Any]) -> list:
+    def gather_or_raise(self, make: Callable[[], Any]) -> list:
         """Return the JSON-like make() of every rank, in rank order. If one raises an error, all ranks do."""
         values, failures = zip(*self.all_gather_json(attempt(make)))
         if any(failures):
@@ -187,7 +187,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
     try:
         if world_size == 1:  # a hung device or read must not wait for ever either
             watch(dist.HashStore(), ranks, START_SECONDS, store_on_rank0=True)
-            terms = _terms_of_rank0(None, ranks, decide)
+            terms = decide()
         else:
             store = explaining(ranks, _join_store, ranks)
             process.MARKERS.add(process.JOINED)  # an error below is one of all ranks
@@ -296,21 +296,16 @@ def _join_store(ranks: Ranks) -> dist.Store:
     return store
 
 
-def _terms_of_rank0(store: Optional[dist.Store], ranks: Ranks, decide: Callable[[], dict[str, Any]]
-                    ) -> dict[str, Any]:
-    """Return what decide() returns on rank 0, or raise its error on all ranks.
-
-    A single process has no store.
-    """
+def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what decide() returns on rank 0, or raise its error on all ranks."""
     if ranks.is_rank0:
         terms, failure = attempt(decide)
-    if store is not None and ranks.is_rank0:
         store.set("terms", json.dumps([terms, failure]))
         if failure:  # the store ends with this process
             with suppress(RuntimeError):  # a rank has died
                 store.wait([f"read-{rank}" for rank in range(1, ranks.world_size)],
                            timedelta(seconds=JOIN_SECONDS))
-    elif store is not None:
+    else:
         seconds = 0.01
         while not store.check(["terms"]):
             time.sleep(seconds)

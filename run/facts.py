@@ -40,7 +40,7 @@ from plan.resume_rules import check_changes
 from plan.starts import Known, Start, base_places, check_model, is_inside
 from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, make_and_lock
-from run.run import Inputs, recorded_identity
+from run.run import Inputs
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
@@ -234,8 +234,8 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         identities["teacher"] = {"model": model, "folder": str(teacher)}
     plan = replace(plan, start=start, identities=identities)
     if start.continues:
-        changes = check_changes(start.state, plan, recorded_identity(
-            inputs, config, plan, start.state["identity"]))
+        changes = check_changes(start.state, plan, inputs.identity(
+            config, plan, start.state["identity"]))
         messages, warnings = messages + changes.notes, warnings + changes.warnings
     elif config.resume == "auto" and (earlier := earlier_runs(run_dir)) and start.kind == "new":
         warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this run "

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
@@ -67,15 +68,21 @@ class Inputs:
         rows = config.max_steps * config.rows_read
         return self.rows.source_table(rows) if isinstance(self.rows, MixedRows) else []
 
-    def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the derived shape and the hashes of the inputs, to compare with those `saved` before.
+    def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
+                 ) -> dict[str, Any]:
+        """Return what checkpoints record of a run's identities, to compare with those `saved` before.
 
         If the saved hash is that of the same tokenizer in another file format, it is kept.
         """
         saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
-        return {"HIDDEN_DIM": config.hidden_dim,
-                f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        identity = {"HIDDEN_DIM": config.hidden_dim,
+                    f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        if plan and "teacher" in plan.identities:
+            identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
+        if plan and "reference_adapters" in plan.identities:
+            identity["REFERENCE_ADAPTERS"] = plan.identities["reference_adapters"]["sha256"]
+        return identity
 
     def used_ids(self) -> list[int]:
         """Return the token ids that occur in the training split, ascending; reads all of it."""
@@ -93,17 +100,6 @@ class Inputs:
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
-
-
-def recorded_identity(inputs: Inputs, config: Config, plan: Optional[Plan], saved: Mapping[str, Any] = {}
-                      ) -> dict[str, Any]:
-    """Return what checkpoints record of a run's identities, to compare with those `saved` before."""
-    identity = inputs.identity(config, saved)
-    if plan and "teacher" in plan.identities:
-        identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
-    if plan and "reference_adapters" in plan.identities:
-        identity["REFERENCE_ADAPTERS"] = plan.identities["reference_adapters"]["sha256"]
-    return identity
 
 
 @dataclass
@@ -179,15 +175,6 @@ class Run:
         """True if a stop signal arrived, or, on rank 0, if the run's folder was renamed or deleted."""
         return self.context.signals.received is not None or self.run_folder.is_lost
 
-    def needed_places(self) -> Iterator[Path]:
-        """Yield the checkpoints that this run needs to continue: base, reference and teacher."""
-        config, identities = self.config, self.plan.identities
-        if self.progress.base and (config.lora_enabled or config.training_stage in ("dpo", "grpo")):
-            yield Path(self.progress.base)
-        for name in ("teacher", "reference_adapters"):
-            if name in identities:
-                yield Path(identities[name]["folder"])
-
     @property
     def finished(self) -> bool:
         patience = self.config.early_stopping_patience
@@ -248,12 +235,13 @@ def start_writing(run: Run) -> None:
 
     This is the first write into the folder, once all checks of the start have passed.
     """
+    config, progress, identities = run.config, run.progress, run.plan.identities
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
     def clear() -> None:
         with disk_errors(run.folder):
             store.check_room(run.folder, 0)
-            if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
+            if aside := run_folder.archive_run(run.folder, config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # delete_leftovers renamed it back
@@ -261,7 +249,12 @@ def start_writing(run: Run) -> None:
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
             shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
-        for place in run.needed_places():
+        # The checkpoints that this run needs to continue: teacher, base or reference.
+        needed = [identities[name]["folder"] for name in ("teacher", "reference_adapters")
+                  if name in identities]
+        if progress.base and (config.lora_enabled or config.training_stage in ("dpo", "grpo")):
+            needed.append(progress.base)
+        for place in map(Path, needed):
             if CHECKPOINT_NAME.fullmatch(place.name) and not is_inside(place, run.folder):
                 try:
                     store.note_need(place, run.folder)
@@ -270,17 +263,17 @@ def start_writing(run: Run) -> None:
                                  f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
 
-    step, pending = run.progress.step, run.progress.pending_metrics
+    step, pending = progress.step, progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
     steps = (step - (pending is not None), step) if resumes else (-1, 0)
-    run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
+    progress.wandb_run_id = progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
     measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, measured))
     process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
     restart = process.restart_info()
     restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
-    run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
+    run.log.event("start", step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, commit=commit() if run.ranks.is_rank0 else "",
                   seconds=time.time() - ACTIVITY.started, **run.log.previous, **restarted)
@@ -330,7 +323,8 @@ def files_to_save(run: Run) -> dict[str, TensorFile]:
     if config.lora_enabled:
         files = peft.adapter_files(weights, config, vocab_size, unused)
     else:
-        files = huggingface.model_files(weights, model.config, vocab_size)
+        tensors = huggingface.to_huggingface(weights, model.config, vocab_size)
+        files = huggingface.weight_files(tensors, model.config.head_dim)
     return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=model.config.head_dim)}
 
 
@@ -347,20 +341,6 @@ def pin_early(run: Run) -> None:
             run.shard.allocate(files)
 
 
-def checkpoint_texts(run: Run) -> dict[str, str]:
-    """Return the state of the run and the extensions' files, by name."""
-    progress, source = run.progress, run.model.source
-    state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, run.config, run.plan),
-             "world_size": run.ranks.world_size, "settings": run.config.public(),
-             "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    if source and source.dtype not in (None, "float32"):
-        state["base_dtype"] = source.dtype
-    if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
-        state["extensions"] = states
-    texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
-    return {**texts, store.STATE: json.dumps(state, indent=1) + "\n"}
-
-
 @phase("save")
 @collective
 def save_checkpoint(run: Run, wait: bool = False) -> None:
@@ -372,9 +352,18 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     started, step = time.perf_counter(), run.progress.step
     finish_saving(run)
     config, progress, ranks, tokenizer = run.config, run.progress, run.ranks, run.inputs.tokenizer
-    files, texts, model_config = files_to_save(run), checkpoint_texts(run), run.model.config
+    files, source, model_config = files_to_save(run), run.model.source, run.model.config
+    state = {"progress": asdict(progress), "identity": run.inputs.identity(config, run.plan),
+             "world_size": ranks.world_size, "settings": config.public(),
+             "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
+    if source and source.dtype not in (None, "float32"):
+        state["base_dtype"] = source.dtype
+    if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
+        state["extensions"] = states
+    texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
+    texts[store.STATE] = json.dumps(state, indent=1) + "\n"
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
-    context = max(config.max_seq_len, run.model.source.context if run.model.source else 0)
+    context = max(config.max_seq_len, source.context if source else 0)
     adapter = config.lora_enabled and peft.Adapter(
         {}, config, progress.base, progress.base_sha256, lora.trained_token_ids(run.model))
 
@@ -419,9 +408,8 @@ def finish_saving(run: Run) -> None:
         return
     config, checkpoint, warn = run.config, saving.folder, run.log.warn
     protected = [run.started_from] if run.started_from else []
-
-    def prune(warn: store.Warn) -> None:
-        store.prune(checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every)
+    prune = partial(store.prune, checkpoint.parent, config.keep_last, config.keep_best, protected,
+                    keep_every=config.keep_every)
 
     def finish() -> None:
         if run.run_folder.is_lost:

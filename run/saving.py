@@ -79,25 +79,19 @@ class RankShard:
         return LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype, read)
 
     @collective
-    def read(self, files: Mapping[str, TensorFile]) -> Iterator[Share]:
-        """Yield this rank's share of each tensor, in the file's layout; also with no share, to send rows."""
+    def read(self, files: Mapping[str, TensorFile], copies: bool = False) -> Iterator[Share]:
+        """Yield this rank's share of each tensor, perhaps empty, or its copy in the memory of `allocate`."""
         for file_name, file in files.items():
             for name, tensor in file.tensors.items():
                 start, stop = self.span(tensor.rows, self.part)
-                yield file_name, name, tensor.with_rows(tensor.read(start, stop), start)
+                rows = tensor.read(start, stop)
+                if copies:
+                    rows = self.kept[file_name, name].copy_(rows, non_blocking=True)
+                yield file_name, name, tensor.with_rows(rows, start)
+                del rows  # before the next are read
                 tick()
-
-    @collective
-    def copy(self, files: Mapping[str, TensorFile]) -> list[Share]:
-        """Return a copy of this rank's share, in the memory that `allocate` provides."""
-        copies = []
-        for file_name, name, tensor in self.read(files):
-            start, stop = self.span(tensor.rows, self.part)
-            rows = self.kept[file_name, name].copy_(tensor.read(start, stop), non_blocking=True)
-            copies.append((file_name, name, tensor.with_rows(rows, start)))
         if self.ranks.device.type != "cpu":
             torch.get_device_module(self.ranks.device).synchronize()
-        return copies
 
     @collective
     def allocate(self, files: Mapping[str, TensorFile]) -> bool:
@@ -153,7 +147,7 @@ class PendingSave:
     @collective
     def start(self) -> None:
         """Copy this rank's share, and write the copy in a thread, which calls no collective."""
-        self.in_background, copies = True, self.shard.copy(self.files)
+        self.in_background, copies = True, [*self.shard.read(self.files, copies=True)]
         if self.shard.part >= 0:
             self.thread = Background(lambda warn: store.retrying(partial(self.write, copies), warn))
 
@@ -187,11 +181,15 @@ class PendingSave:
     @collective
     def written(self, warn: Warn) -> dict[str, dict[str, Any]]:
         """Wait until every rank has written its part; return the files' fields in the manifest."""
-        gather, shard = self.shard.ranks.gather, self.shard
-        if self.in_background:
-            parts = gather(lambda: self.thread.result(warn) if self.thread else (-1, {}))
-        else:
-            parts = store.retrying(lambda: gather(lambda: self.write(shard.read(self.files))), warn)
+        def part() -> tuple[int, dict[str, list[str]]]:
+            if not self.in_background:
+                return self.write(self.shard.read(self.files))
+            return self.thread.result(warn) if self.thread else (-1, {})
+
+        def gather() -> list[tuple[int, dict[str, list[str]]]]:
+            return self.shard.ranks.gather_or_raise(part)
+
+        parts = gather() if self.in_background else store.retrying(gather, warn)  # a thread retries
         by_part = [hashes for part, hashes in sorted(parts, key=lambda each: each[0]) if part >= 0]
         return {name: file.entry(hashes[name] for hashes in by_part) for name, file in self.files.items()}
 

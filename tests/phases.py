@@ -35,7 +35,7 @@ sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "style"))
 WRAPPED = (("train", "main", "start"), ("train", "train_loop", "step"), ("train", "evaluate", "evaluation"),
            ("train", "save_checkpoint", "save"), ("train", "finish_saving", "save"), ("run.run", "finish_saving", "save"))
 PHASES = ("start", "step", "save", "evaluation", "end")  # the imports come before them
-AGREEMENTS = re.compile(r"\.(raise_on_all|on_rank0|on_rank0_with_help|broadcast|all_gather_json|all_agree)\(")
+AGREEMENTS = re.compile(r"\.(raise_on_all|gather_or_raise|on_rank0|broadcast|all_gather_json|all_agree)\(")
 
 
 class Bound(NamedTuple):

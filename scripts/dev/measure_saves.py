@@ -78,7 +78,8 @@ def main() -> None:
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
                                             for moment in ("exp_avg", "exp_avg_sq")}
     shard = RankShard(ranks, 1, config.head_dim, show)
-    files = huggingface.model_files(tensors, config, args.vocab_size)
+    weights = huggingface.to_huggingface(tensors, config, args.vocab_size)
+    files = huggingface.weight_files(weights, config.head_dim)
     files[store.OPTIMIZER] = TensorFile(moments, None, config.head_dim)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
     manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}

@@ -280,13 +280,13 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
 
 def test_machines_with_other_shards_do_not_train_together(tmp_path, prepared, whole, capfd, monkeypatch):
     """Each machine may prepare its own set; here another rank has another second shard."""
-    gather = Ranks.gather
+    gather = Ranks.gather_or_raise
 
     def gather_two(ranks, make):
         [own] = gather(ranks, make)
         return [own, [*own[:3], [own[3][0], "other"]]] if len(own) == 4 else [own]
 
-    monkeypatch.setattr(Ranks, "gather", gather_two)
+    monkeypatch.setattr(Ranks, "gather_or_raise", gather_two)
     run = ahead_run(prepared, tmp_path / "run", whole)
     assert run.train() == 3
     assert "shard 1 differs between machines, because their sources or tokenizers do" in capfd.readouterr().err

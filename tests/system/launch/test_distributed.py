@@ -26,14 +26,14 @@ def check_collectives() -> None:
     for value in (None, {"step": [1, 2.5, "Grüße"]}, ""):
         assert ranks.on_rank0(lambda value=value: value if ranks.is_rank0 else 1 / 0) == value
     assert ranks.all_gather_json("x" * (1 + 5 * ranks.rank)) == ["x", "xxxxxx"]
-    assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank and ranks.gather(lambda: ranks.rank) == [*range(WORLD)]
+    assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank and ranks.gather_or_raise(lambda: ranks.rank) == [*range(WORLD)]
 
     for bad_rank, text in ((0, "no such file"), (1, "rank 1: no such file")):
         def fail(bad_rank=bad_rank):
             if ranks.rank == bad_rank:
                 raise DataError("no such file")
 
-        for agree in (ranks.raise_on_all, ranks.gather):
+        for agree in (ranks.raise_on_all, ranks.gather_or_raise):
             with pytest.raises(DataError) as raised:
                 agree(fail)
             assert str(raised.value) == text and raised.value.on_all_ranks
