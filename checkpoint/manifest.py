@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and hash of each file. Needs no torch.
+"""The manifest of a checkpoint: size and hash of each file. Needs only the standard library.
 
 A safetensors file has the SHA-256 of its header (with the 8 bytes of its length) and of a tree.
 `block_rows` divides each tensor into blocks of rows, for any number of writers. The hash of a tensor is the
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from checkpoint.schema import Manifest, parse
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, leads_outside, plain, read_plain, sha256
 from common.text import command
@@ -23,6 +22,7 @@ FORMAT = 2
 BLOCKS = 64  # of a tensor
 CARD = "README.md"  # not listed, so that the user may edit it
 GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
+NEWER = "it was written by a newer Paddock; use that version"
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -32,8 +32,8 @@ def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps({**manifest, "sha256": sha256}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, verified by its own hash, but not its files."""
+def read_manifest_bytes(folder: Path) -> bytes:
+    """Return the content of a checkpoint's manifest, verified by its own hash, but not its files."""
     path = Path(folder) / MANIFEST
     try:
         content = read_plain(path)
@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if isinstance(number := manifest.get("format"), int) and number != FORMAT:
         raise CheckpointError(f"{path} has format {number}, but this version reads format {FORMAT}; use the "
                               "version of Paddock that wrote it")
-    return parse(content, Manifest, path)
+    return content
 
 
 def block_rows(rows: int, multiple: int) -> int:

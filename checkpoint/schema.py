@@ -15,10 +15,10 @@ from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
 
-NEWER = "it was written by a newer Paddock; use that version"
 SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
 MAX_LINE_BYTES = 1 << 24  # in a log
 TAIL_BYTES = 256  # compared to detect that a log was replaced

@@ -79,10 +79,11 @@ class LazyTensor:
             rows - self.rows, lambda start, stop: torch.zeros(stop - start, *self.shape[1:]))
 
     def with_rows(self, rows: Tensor, first: int = 0) -> "LazyTensor":
-        """Return the tensor with these rows from row `first` on; others cannot be read."""
+        """Return the tensor with these rows from row `first` on; others, of another rank, cannot be read."""
         def read(start: int, stop: int) -> Tensor:
-            assert not rows.ndim or first <= start and stop <= first + len(rows), "another rank has them"
-            return rows[start - first:stop - first] if rows.ndim else rows
+            part = rows[start - first:stop - first] if rows.ndim else rows
+            assert start == stop or not rows.ndim or first <= start and len(part) == stop - start
+            return part
 
         return replace(self, read=read)
 

@@ -20,7 +20,7 @@ import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
 from checkpoint.store import CHECKPOINT_NAME
-from checkpoint.tensors import TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
@@ -305,27 +305,35 @@ def record_settings(run: Run) -> None:
 
 
 @collective
-def files_to_save(run: Run) -> dict[str, TensorFile]:
-    """Return the files of weights and optimizer state, whose tensors read this rank's share of the rows."""
-    model, config, vocab_size = run.model, run.config, run.inputs.tokenizer.vocab_size
+def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
+    """Return the weights and the optimizer's state, as tensors that read this rank's share of the rows."""
+    model = run.model
     shard = run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(model), model.config.head_dim,
                                                run.log.warn)
     trained = {name: parameter for name, parameter in named_parameters(model).items()
-               if parameter.requires_grad or not config.lora_enabled}
+               if parameter.requires_grad or not run.config.lora_enabled}
     unused = model.source.unused_rows if model.source else {}
     weights = {name: shard.tensor(local_rows(parameter), parameter, saved_rows(name, parameter, model),
-                                  len(unused.get(name, ()))) for name, parameter in trained.items()}
+                                  unused.get(name, ())) for name, parameter in trained.items()}
     moments = {}
     for name, rows in run.optimizer.state_tensors().items():
         like = trained[name.rpartition(".")[0]]
         like = like if rows.ndim and is_divided(like) else rows
         moments[name] = shard.tensor(rows, like, saved_rows(name, like, model))
-    if config.lora_enabled:
-        files = peft.adapter_files(weights, config, vocab_size, unused)
+    return weights, moments
+
+
+def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
+             ) -> dict[str, TensorFile]:
+    """Return the files of weights and optimizer state. Blocks of rows that are hashed contain whole heads."""
+    config, vocab_size = run.model.config, run.inputs.tokenizer.vocab_size
+    if run.config.lora_enabled:
+        unused = max(map(len, run.model.source.unused_rows.values()), default=0)
+        files = peft.adapter_files(weights, config, vocab_size + unused)
     else:
-        tensors = huggingface.to_huggingface(weights, model.config, vocab_size)
-        files = huggingface.weight_files(tensors, model.config.head_dim)
-    return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=model.config.head_dim)}
+        tensors = huggingface.to_huggingface(weights, config, vocab_size)
+        files = huggingface.weight_files(tensors, config.head_dim)
+    return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=config.head_dim)}
 
 
 @collective
@@ -337,8 +345,8 @@ def pin_early(run: Run) -> None:
     config = run.config
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
         with phase("save"):
-            files = files_to_save(run)
-            run.shard.allocate(files)
+            weights, moments = tensors_to_save(run)
+            run.shard.allocate(weights | moments)
 
 
 @phase("save")
@@ -352,7 +360,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     started, step = time.perf_counter(), run.progress.step
     finish_saving(run)
     config, progress, ranks, tokenizer = run.config, run.progress, run.ranks, run.inputs.tokenizer
-    files, source, model_config = files_to_save(run), run.model.source, run.model.config
+    weights, moments = tensors_to_save(run)
+    files, source, model_config = files_of(run, weights, moments), run.model.source, run.model.config
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config, run.plan),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
@@ -371,8 +380,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
         if adapter:
             peft.save_settings(folder, adapter, config, tokenizer)
         else:
-            weights = {name: file for name, file in files.items() if name != store.OPTIMIZER}
-            huggingface.save_settings(folder, weights, model_config, tokenizer, context)
+            of_model = {name: file for name, file in files.items() if name != store.OPTIMIZER}
+            huggingface.save_settings(folder, of_model, model_config, tokenizer, context)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -389,9 +398,9 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
     run.saving = PendingSave(step, started, run.shard, files, write_others, manifest, checkpoint,
                              Path(temporary))
-    if wait or not config.async_save or not run.shard.allocate(files):
+    if wait or not config.async_save or not run.shard.allocate(weights | moments):
         return finish_saving(run)
-    run.saving.start()
+    run.saving.start(files_of(run, run.shard.copy(weights), run.shard.copy(moments)))
     run.saving.blocked = time.perf_counter() - started
     run.log.event("save", step, seconds=run.saving.blocked, checkpoint=checkpoint.name)
 

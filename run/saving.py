@@ -6,9 +6,8 @@ continues. Otherwise, training stops while the ranks read and write one tensor a
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from checkpoint import store
 from checkpoint.manifest import MANIFEST, rows_of_part
-from checkpoint.tensors import LazyTensor, TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile, lazy
 from common.activity import Background, tick
 from common.files import disk_errors, free_host_memory, sync
 from common.text import once
@@ -27,7 +26,6 @@ from parallel.ranks import Ranks, collective
 GIB = 2**30
 SPARE_MEMORY = 1 * GIB  # of the host, which copies leave free
 Warn = Callable[[str], None]
-Share = tuple[str, str, LazyTensor]  # file, tensor, and a tensor of which only this rank's rows are known
 
 
 def pinned_bytes(size: int) -> int:
@@ -56,48 +54,46 @@ class RankShard:
         # The parts that the ranks of this rank's shard group write; -1 for none.
         self.parts_of_group = [rank * copies + copy if rank in group else -1 for rank in range(shards)]
         self.part = self.parts_of_group[shard]
-        self.kept: dict[tuple[str, str], Tensor] = {}  # memory for the copy, allocated once
+        self.kept: dict[str, Tensor] = {}  # memory for the copy, allocated once
 
     def span(self, rows: int, part: int) -> tuple[int, int]:
         return rows_of_part(rows, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
 
-    def tensor(self, rows: Tensor, like: Tensor, count: int, more: int = 0) -> LazyTensor:
+    def tensor(self, rows: Tensor, like: Tensor, count: int, more: Tensor | tuple = ()) -> LazyTensor:
         """Return a tensor that reads the current values of this rank's share, if all ranks read together.
 
         Args:
             rows: this rank's rows.
             like: the parameter that they are divided like.
             count: the number of rows that are saved.
-            more: the number of rows that follow them in the file.
+            more: rows that follow them in the file.
         """
         def read(start: int, stop: int) -> Tensor:
             if not is_divided(like):
                 return rows[start:stop] if rows.ndim else rows
-            spans = [self.span(count + more, part) for part in self.parts_of_group]
+            spans = [self.span(count + len(more), part) for part in self.parts_of_group]
             return send_rows(rows, like, [(min(first, count), min(last, count)) for first, last in spans])
 
-        return LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype, read)
+        tensor = LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype, read)
+        return tensor.followed_by(len(more), lazy(more).read) if len(more) else tensor
 
     @collective
-    def read(self, files: Mapping[str, TensorFile], copies: bool = False) -> Iterator[Share]:
-        """Yield this rank's share of each tensor, perhaps empty, or its copy in the memory of `allocate`."""
-        for file_name, file in files.items():
-            for name, tensor in file.tensors.items():
-                start, stop = self.span(tensor.rows, self.part)
-                rows = tensor.read(start, stop)
-                if copies:
-                    rows = self.kept[file_name, name].copy_(rows, non_blocking=True)
-                yield file_name, name, tensor.with_rows(rows, start)
-                del rows  # before the next are read
-                tick()
+    def copy(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Return copies of this rank's share, in the memory that `allocate` provides."""
+        copies = {}
+        for name, tensor in tensors.items():
+            start, stop = self.span(tensor.rows, self.part)
+            rows = self.kept[name].copy_(tensor.read(start, stop), non_blocking=True)
+            copies[name] = tensor.with_rows(rows, start)
+            tick()
         if self.ranks.device.type != "cpu":
             torch.get_device_module(self.ranks.device).synchronize()
+        return copies
 
     @collective
-    def allocate(self, files: Mapping[str, TensorFile]) -> bool:
+    def allocate(self, tensors: Mapping[str, LazyTensor]) -> bool:
         """Allocate memory for copies; if there is too little, warn once and return False. Rank 0 decides."""
-        new = {(file_name, name): tensor for file_name, file in files.items()
-               for name, tensor in file.tensors.items() if (file_name, name) not in self.kept}
+        new = {name: tensor for name, tensor in tensors.items() if name not in self.kept}
         if not new:
             return True
         pinned, sizes = self.ranks.device.type == "cuda", [tensor.nbytes for tensor in new.values()]
@@ -106,10 +102,10 @@ class RankShard:
         free = free_host_memory()
         fits = self.ranks.on_rank0(lambda: needed + SPARE_MEMORY <= free)
         try:
-            for key, tensor in new.items() if fits else ():
+            for name, tensor in new.items() if fits else ():
                 start, stop = self.span(tensor.rows, self.part)
                 shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-                self.kept[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
+                self.kept[name] = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
                 tick()
         except RuntimeError:  # the memory cannot be pinned
             fits = False
@@ -144,28 +140,30 @@ class PendingSave:
         """Whether this rank has written its part, or failed."""
         return self.thread is None or not self.thread.is_alive()
 
-    @collective
-    def start(self) -> None:
-        """Copy this rank's share, and write the copy in a thread, which calls no collective."""
-        self.in_background, copies = True, [*self.shard.read(self.files, copies=True)]
+    def start(self, copied_files: Mapping[str, TensorFile]) -> None:
+        """Write these files, which contain copies, in a thread, which calls no collective."""
+        self.files, self.in_background = copied_files, True
         if self.shard.part >= 0:
-            self.thread = Background(lambda warn: store.retrying(partial(self.write, copies), warn))
+            self.thread = Background(lambda warn: store.retrying(self.write, warn))
 
-    def write(self, tensors: Iterable[Share]) -> tuple[int, dict[str, list[str]]]:
+    def write(self) -> tuple[int, dict[str, list[str]]]:
         """Write and sync this rank's part; return its number, and the hashes of each tensor's blocks by file.
 
-        Collective if `tensors` are not copies.
+        Collective unless the files contain copies: even a rank without a part reads, to send its rows.
         """
         part, parts, error = self.shard.part, self.shard.parts, None
         hashes: dict[str, list[str]] = {name: [] for name in self.files}
-        for file_name, name, tensor in tensors:  # even after an error, because it is collective
-            try:
-                if part >= 0 and error is None:
-                    file, path = self.files[file_name], self.temporary / file_name
-                    hashes[file_name].append(file.write_rows(path, name, tensor, part, parts))
-            except Exception as failure:
-                error = failure
-            del tensor  # before the next is read
+        for file_name, file in self.files.items():
+            for name, tensor in file.tensors.items():
+                start, stop = self.shard.span(tensor.rows, part)
+                share = tensor.with_rows(tensor.read(start, stop), start)  # even after an error
+                try:
+                    if part >= 0 and error is None:
+                        path = self.temporary / file_name
+                        hashes[file_name].append(file.write_rows(path, name, share, part, parts))
+                except Exception as failure:
+                    error = failure
+                del share  # before the next is read
         with disk_errors(self.folder, needed_bytes=sum(file.nbytes for file in self.files.values())):
             if error:
                 raise error
@@ -183,7 +181,7 @@ class PendingSave:
         """Wait until every rank has written its part; return the files' fields in the manifest."""
         def part() -> tuple[int, dict[str, list[str]]]:
             if not self.in_background:
-                return self.write(self.shard.read(self.files))
+                return self.write()
             return self.thread.result(warn) if self.thread else (-1, {})
 
         def gather() -> list[tuple[int, dict[str, list[str]]]]:

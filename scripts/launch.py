@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import read_manifest_bytes
 from checkpoint.schema import read_entries
 from common import interrupts
 from common.command_line import CommandParser
@@ -262,7 +262,7 @@ def newest_checkpoint(run_folder: Optional[Path]) -> list[int]:
     found = [[0, 0]]
     for folder in run_folder.glob("checkpoints/step-*") if run_folder else ():
         with suppress(CheckpointError, KeyError):
-            manifest = read_manifest(folder)
+            manifest = json.loads(read_manifest_bytes(folder))
             found.append([manifest["written"], manifest["step"]])
     return max(found)
 

@@ -8,6 +8,7 @@ RESUME=never moved aside, incomplete files left by a crash, and checkpoints of f
 the newest nor the best. Active runs, and runs that another run starts from, are never touched.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.manifest import read_manifest  # noqa: E402
+from checkpoint.manifest import read_manifest_bytes  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
@@ -113,7 +114,7 @@ def worse_checkpoints(folder: Path) -> list[Path]:
     measured = []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         try:
-            manifest = read_manifest(path)
+            manifest = json.loads(read_manifest_bytes(path))
         except CheckpointError:
             return []
         loss = manifest.get("val_loss")

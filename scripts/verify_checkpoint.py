@@ -21,7 +21,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.manifest import CARD, MANIFEST, fault_of, read_manifest
+from checkpoint.manifest import CARD, MANIFEST, fault_of, read_manifest_bytes
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.files import plain, read_plain
@@ -53,7 +53,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def verify(folder: Path, model_only: bool) -> bool:
     """Print the result for each file of a checkpoint and for the whole; return True if it is intact."""
-    manifest = read_manifest(folder)
+    manifest = json.loads(read_manifest_bytes(folder))
     files = {name: entry for name, entry in manifest["files"].items()
              if not (model_only and name in RESUME_FILES)}
     show(f"{folder}:")

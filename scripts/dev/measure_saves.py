@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from checkpoint import huggingface, store
-from checkpoint.tensors import TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
@@ -78,9 +78,14 @@ def main() -> None:
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
                                             for moment in ("exp_avg", "exp_avg_sq")}
     shard = RankShard(ranks, 1, config.head_dim, show)
-    weights = huggingface.to_huggingface(tensors, config, args.vocab_size)
-    files = huggingface.weight_files(weights, config.head_dim)
-    files[store.OPTIMIZER] = TensorFile(moments, None, config.head_dim)
+    live = {name: shard.tensor(each, each, len(each)) for name, each in {**tensors, **moments}.items()}
+
+    def files_of(state: dict[str, LazyTensor]) -> dict[str, TensorFile]:
+        weights = huggingface.to_huggingface({name: state[name] for name in tensors}, config, args.vocab_size)
+        optimizer = TensorFile({name: state[name] for name in moments}, None, config.head_dim)
+        return huggingface.weight_files(weights, config.head_dim) | {store.OPTIMIZER: optimizer}
+
+    files = files_of(live)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
     manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}
     def tell(*lines: str) -> None:
@@ -94,14 +99,15 @@ def main() -> None:
     tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     rss, rows = peak_memory(), []
-    has_memory = shard.allocate(files)
+    has_memory = shard.allocate(live)
     for repeat in range(args.repeats + 1):  # the first copy touches new memory, and does not count
         before, started = measured_dd(), time.perf_counter()
         temporary = Path(ranks.on_rank0(lambda: str(store.start_writing(folder, files, size))))
         saving = PendingSave(1, 0, shard, files, lambda folder: None, manifest, folder, temporary)
         if has_memory:
-            saving.start()
+            copied = shard.copy(live)
             copy = time.perf_counter() - started
+            saving.start(files_of(copied))
             ranks.barrier()
             blocked = time.perf_counter() - started
             if saving.thread:
