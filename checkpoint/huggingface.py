@@ -189,28 +189,23 @@ def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, L
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
 
 
-# ------------------------------------------------------------------------------------- config.json
-
-
 # ----------------------------------------------------------------------------------------- folders
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                       tokenizer, max_seq_len: int) -> dict[str, dict[str, Any]]:
     """Write a model folder in Hugging Face's format; return the weight files' fields in a manifest."""
-    files = model_files(state_dict, model_config, tokenizer.vocab_size)
+    tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
+    files = weight_files(tensors, model_config.head_dim)
     save_settings(folder, files, model_config, tokenizer, max_seq_len)
     return write_files(folder, files)
 
 
-def model_files(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
-                vocab_size: int) -> dict[str, TensorFile]:
-    """Return the files of a model's weights. Blocks of rows that are hashed contain whole heads."""
-    return weight_files(to_huggingface(state_dict, model_config, vocab_size), model_config.head_dim)
-
-
 def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1) -> dict[str, TensorFile]:
-    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES."""
+    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES.
+
+    Blocks of rows that are hashed contain whole heads.
+    """
     shards: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(each.nbytes for each in (*shards[-1].values(), tensor)) > MAX_SHARD_BYTES:

@@ -12,7 +12,7 @@ from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
 from checkpoint.model_json import ADAPTERS as CONFIG_FILE
 from checkpoint.model_json import other_format, read_model_json, write_json
-from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors
+from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
@@ -45,7 +45,6 @@ class Adapter(NamedTuple):
     base_path: Optional[str]  # a folder or hub name
     base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
     token_ids: TokenIds  # ids of trained rows
-    unused_rows: Mapping[str, Tensor] = {}  # of the base's matrices that are trained, without a token
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
         """Raise CheckpointError unless the adapters were trained on these weights."""
@@ -62,13 +61,11 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{huggingface.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
 
 
-def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_size: int,
-            unused_rows: Mapping[str, Tensor] = {}) -> dict[str, LazyTensor]:
+def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_rows: int
+            ) -> dict[str, LazyTensor]:
     """Return trained parameters under PEFT's names; a tied matrix appears as embedding and as head."""
-    tensors = {peft_name(name): huggingface.to_huggingface_layout(name, tensor, model_config, vocab_size)
+    tensors = {peft_name(name): huggingface.to_huggingface_layout(name, tensor, model_config, vocab_rows)
                for name, tensor in state_dict.items()}
-    for name, rows in unused_rows.items():
-        tensors[peft_name(name)] = tensors[peft_name(name)].followed_by(len(rows), lazy(rows).read)
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
         tensors[peft_name("output.weight")] = tied
     return tensors
@@ -177,9 +174,10 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
     return token_ids
 
 
-def adapter_files(adapter: Adapter, model_config: ModelConfig, vocab_size: int) -> dict[str, TensorFile]:
+def adapter_files(state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_rows: int
+                  ) -> dict[str, TensorFile]:
     """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
-    tensors = to_peft(adapter.state, model_config, vocab_size, adapter.unused_rows)
+    tensors = to_peft(state, model_config, vocab_rows)
     return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 
 

@@ -113,10 +113,10 @@ def finish_writing(temporary: Path, folder: Path, details: Mapping[str, Any],
     replaced = folder.with_name(f"replaced-{folder.name}")
 
     def attempt() -> None:
-        # A crash between the two renames leaves the old checkpoint under `replaced-`.
         with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
                 write_manifest(temporary, details, hashed)
+                # A crash between the two renames leaves the old checkpoint under `replaced-`.
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
                         _remove(replaced, warn)

@@ -34,7 +34,6 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]  # returns rows start..stop, perhaps as a view
-    source: str = ""  # name of the tensor that it is made from, row by row
 
     @property
     def rows(self) -> int:
@@ -78,6 +77,15 @@ class LazyTensor:
         """Return the tensor padded with zeros to at least `rows` rows."""
         return self if rows <= self.rows else self.followed_by(
             rows - self.rows, lambda start, stop: torch.zeros(stop - start, *self.shape[1:]))
+
+    def with_rows(self, rows: Tensor, first: int = 0) -> "LazyTensor":
+        """Return the tensor with these rows from row `first` on; others, of another rank, cannot be read."""
+        def read(start: int, stop: int) -> Tensor:
+            part = rows[start - first:stop - first] if rows.ndim else rows
+            assert start == stop or not rows.ndim or first <= start and len(part) == stop - start
+            return part
+
+        return replace(self, read=read)
 
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
         return replace(self, dtype=dtype, read=lambda start, stop: self.read(start, stop).to(dtype))
@@ -132,9 +140,9 @@ class TensorFile:
             file.write(self.header)
             file.truncate(self.nbytes)
 
-    def write_rows(self, path: Path, name: str, part: int = 0, parts: int = 1) -> str:
+    def write_rows(self, path: Path, name: str, tensor: LazyTensor, part: int = 0, parts: int = 1) -> str:
         """Write this part's rows of a tensor to their place; return the joined hashes of its blocks."""
-        tensor, hashes = self.tensors[name], ""
+        hashes = ""
         start, stop = rows_of_part(tensor.rows, self.block_multiple, part, parts)
         row_bytes = tensor.nbytes // max(1, tensor.rows)
         block = block_rows(tensor.rows, self.block_multiple)
@@ -163,7 +171,7 @@ def write_files(folder: Path, files: Mapping[str, TensorFile]) -> dict[str, dict
     """Write safetensors files; return their fields in a manifest, without the size."""
     for name, file in files.items():
         file.create(folder / name)
-    return {name: file.entry([[file.write_rows(folder / name, tensor) for tensor in file.tensors]])
+    return {name: file.entry([[file.write_rows(folder / name, *item) for item in file.tensors.items()]])
             for name, file in files.items()}
 
 

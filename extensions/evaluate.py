@@ -165,8 +165,8 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     answers = [gathered[index] for index in range(len(held_out))]
     # Score on one rank, because importing the packages takes seconds.
     final = [*map(final_answer, answers, prompts)], [*map(final_answer, references, prompts)]
-    metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(*final)))
-    metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references)))
+    metrics, scores = ranks.on_rank0(lambda: score_texts(*final))
+    metrics |= ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references))
     user_metrics = [config.metric.rpartition(":")[2]] if config.metric else []
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
@@ -355,8 +355,9 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
     load_extensions(config, context.log.info)  # some open rows of their own
     read = partial(open_evaluation_inputs, config, tokenizer)
-    verified = ranks.on_rank0(lambda: read(config.verify_data))
-    measured = ranks.raise_on_all(lambda: verified or read("never"))
+    verified: list[dict[str, Any]] = []  # on rank 0, for all
+    ranks.on_rank0(lambda: verified.append(read(config.verify_data)))
+    measured = ranks.raise_on_all(lambda: verified[0] if verified else read("never"))
     inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
     inputs = ranks.raise_on_all(lambda: extension.inputs(
         config, inputs, config.verify_data if ranks.is_rank0 else "never"))
@@ -376,7 +377,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         if store.read_state(origin):
             adapters = adapters_of_start(Start("continue", str(origin)), config, run_dir)
         if config.distillation_enabled:
-            place = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
+            place = ranks.on_rank0(lambda: str(find_teacher(config, tokenizer)))
             teacher = load_teacher(Path(place), config, tokenizer.vocab_size, ranks)
         base = Base(partial(find_base, config, known, run_dir, context.log.warn), known.get("base_sha256"),
                     config.n_layers, adapters)

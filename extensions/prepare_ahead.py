@@ -239,7 +239,7 @@ class PrepareAhead(Extension):
 
         while True:
             tick()  # waiting for data is not a hang
-            gathered = ranks.all_gather_json(ranks.raise_on_all(state))
+            gathered = ranks.gather_or_raise(state)
             counts, are_complete, failures, hashes = zip(*gathered)
             if differing := [number for number, same in enumerate(zip(*hashes)) if len({*same}) > 1]:
                 raise on_all_ranks(DataError(

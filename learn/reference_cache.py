@@ -69,14 +69,14 @@ class OutputStore:
 
         with ExitStack() as stack:
             lock, waiting = None, False
-            place, why = ranks.broadcast(ranks.on_rank0(open_lock))
+            place, why = ranks.on_rank0(open_lock)
             path = Path(place) / key
             if why and why not in self.announced:
                 self.announced.add(why)
                 context.log.info(f"{why}; storing the results in {self.cache.fallback} (set CACHE_DIR to "
                                  "choose another folder)")
             # Polled, so that a signal can end the wait.
-            while holder := ranks.broadcast(ranks.on_rank0(take_lock)):
+            while holder := ranks.on_rank0(take_lock):
                 if not waiting:
                     context.log.info(f"waiting for {holder}, which is computing {path}")
                 waiting = True
@@ -117,10 +117,16 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
 
     def compute(path: Path, may_write: bool) -> Optional[ReferencedRows]:
         # Rank 0 reads the file for all ranks, which may not see its disk.
-        stored_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, provenance)) or (None, "")
-        if stored_E2 is None:
-            stored_E2 = torch.full((len(rows.example_set), 2), 0.0 if ranks.rank else torch.nan)
-        logprob_E2, why_not = ranks.all_reduce_sum(stored_E2), ranks.broadcast(why_not)
+        stored_E2 = torch.full((len(rows.example_set), 2), 0.0 if ranks.rank else torch.nan)
+
+        def read() -> str:
+            nonlocal stored_E2
+            found_E2, fault = _read_reference(path, provenance)
+            stored_E2 = stored_E2 if found_E2 is None else found_E2
+            return fault
+
+        why_not = ranks.on_rank0(read)
+        logprob_E2 = ranks.all_reduce_sum(stored_E2)
         is_nan_E = logprob_E2[:, 0].isnan().numpy()
         missing = [row for row in np.concatenate(batches).tolist() if is_nan_E[rows.examples_in(row)].any()]
         if not missing:
@@ -147,7 +153,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
                 examples = torch.from_numpy(rows.examples_in(index)).long()
                 computed_E2[examples] = logprob_BP2[row, :len(examples)]
         logprob_E2[pairs] = ranks.all_reduce_sum(computed_E2)[pairs]
-        if error := ranks.broadcast(ranks.on_rank0(lambda: write(path, logprob_E2))):
+        if error := ranks.on_rank0(lambda: write(path, logprob_E2)):
             log.info(f"{path} cannot be written: {error}; this run keeps the results in memory, and the next "
                      "run recomputes them")
         return ReferencedRows(rows, logprob_E2)

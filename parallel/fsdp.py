@@ -134,34 +134,27 @@ def ranks_per_copy(model: nn.Module) -> int:
 
 
 @collective
-def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
-              most_rows: int) -> Iterator[Tensor]:
-    """Yield the rows of a tensor that this rank wants, `most_rows` at a time, from its shard group's ranks.
+def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the rows of a divided tensor that this rank wants, from the ranks of its shard group.
 
     Each rank of the group wants the rows between two numbers. This rank's rows are divided like `like`.
-    Collective within a shard group, if a rank wants rows that it does not hold.
+    Collective within the shard group, if a rank wants rows that it does not hold.
     """
-    spans_by_rank = [local_span(like, rank) for rank in range(len(wanted))]
-    group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
-    me = group.rank() if group else 0
+    group, held = like.device_mesh.get_group(SHARD), [local_span(like, rank) for rank in range(len(wanted))]
+    first = held[group.rank()][0]
 
-    def common(span: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    def shared(span: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
         start = min(max(span[0], other[0]), span[1])
         return start, max(start, min(span[1], other[1]))
 
-    def mine(span: tuple[int, int]) -> Tensor:
-        start, stop = common(spans_by_rank[me], span)
-        return rows[start - spans_by_rank[me][0]:stop - spans_by_rank[me][0]]
-
-    for turn in range(max(-(-(stop - start) // most_rows) for start, stop in wanted)):
-        spans = [common(span, (span[0] + turn * most_rows, span[0] + (turn + 1) * most_rows))
-                 for span in wanted]
-        if all(common(span, own) == span for span, own in zip(spans, spans_by_rank)):
-            yield mine(spans[me])
-            continue
-        sent = [mine(span).to(like.device_mesh.device_type) for span in spans]
-        counts = [stop - start for start, stop in (common(spans[me], span) for span in spans_by_rank)]
-        yield torch.cat(_exchange(sent, [torch.Size((count, *rows.shape[1:])) for count in counts], group))
+    spans = [shared(held[group.rank()], span) for span in wanted]
+    sent = [rows[start - first:stop - first] for start, stop in spans]
+    if all(shared(span, own) == span for span, own in zip(wanted, held)):
+        return sent[group.rank()]
+    counts = [stop - start for start, stop in (shared(wanted[group.rank()], span) for span in held)]
+    received = _exchange([each.to(like.device_mesh.device_type) for each in sent],
+                         [torch.Size((count, *rows.shape[1:])) for count in counts], group)
+    return torch.cat(received)
 
 
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:

@@ -46,6 +46,10 @@ def collective(function: Callable[..., T]) -> Callable[..., T]:
     return function
 
 
+class Interrupted(Exception):
+    """A stop signal arrived during a long phase; all ranks raise it together."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's rank and device, and the trainer's collectives. The default is a single process.
@@ -95,10 +99,6 @@ class Ranks:
         return self.all_reduce_floats([float(not ok)])[0] == 0
 
     @collective
-    def broadcast(self, value):
-        return self.all_gather_json(value, senders=1)[0]
-
-    @collective
     def all_gather_json(self, value, senders: Optional[int] = None) -> list:
         """Return the JSON-like values of all ranks, or of the first `senders`, in rank order."""
         if self.world_size == 1:
@@ -118,26 +118,53 @@ class Ranks:
 
     @collective
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Return make(). If it raises a PaddockError on any rank, raise it on all ranks."""
-        value, failure = None, None
-        try:
-            value = make()
-        except PaddockError as error:
-            failure = [type(error).__name__, str(error), error.errno]
-        if self.all_agree(failure is None):
-            return value
-        failures = enumerate(self.all_gather_json(failure))
-        rank, (name, text, errno) = next((rank, failed) for rank, failed in failures if failed)
-        raise on_all_ranks(name, f"rank {rank}: {text}" if rank else text, errno)
+        """Return make(). If it raises an error on any rank, all ranks raise it."""
+        value, failure = attempt(make)
+        if not self.all_agree(failure is None):
+            raise first_error(self.all_gather_json(failure))
+        return value
 
     @collective
-    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """Return make() on rank 0, and None on other ranks. If it raises a PaddockError, all ranks do."""
-        return self.raise_on_all(lambda: make() if self.is_rank0 else None)
+    def gather_or_raise(self, make: Callable[[], Any]) -> list:
+        """Return the JSON-like make() of every rank, in rank order. If one raises an error, all ranks do."""
+        values, failures = zip(*self.all_gather_json(attempt(make)))
+        if any(failures):
+            raise first_error(failures)
+        return [*values]
+
+    @collective
+    def on_rank0(self, make: Callable[[], T]) -> T:
+        """Return rank 0's JSON-like make() on every rank. If it raises an error, all ranks do."""
+        value, failure = self.all_gather_json(attempt(make) if self.is_rank0 else None, senders=1)[0]
+        if failure:
+            raise first_error([failure])
+        return value
 
     @collective
     def barrier(self) -> None:
         self.all_reduce_floats([0])
+
+
+# The class of an error, its text and its errno; None without an error.
+Failure = Optional[tuple[str, str, Optional[int]]]
+
+
+def attempt(make: Callable[[], T]) -> tuple[Optional[T], Failure]:
+    """Return make() or why it failed: a PaddockError or Interrupted, which all ranks will raise."""
+    try:
+        return make(), None
+    except (PaddockError, Interrupted) as error:
+        return None, (type(error).__name__, str(error), getattr(error, "errno", None))
+
+
+def first_error(failures: Iterable[Failure]) -> Exception:
+    """Return the first failure, in the order of ranks, as the error that all ranks raise."""
+    rank, (name, text, number) = next((rank, each) for rank, each in enumerate(failures) if each)
+    if name == Interrupted.__name__:
+        return Interrupted()
+    error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
+    error.on_all_ranks, error.errno = True, number
+    return error
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
@@ -160,7 +187,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
     try:
         if world_size == 1:  # a hung device or read must not wait for ever either
             watch(dist.HashStore(), ranks, START_SECONDS, store_on_rank0=True)
-            terms = _terms_of_rank0(None, ranks, decide)
+            terms = decide()
         else:
             store = explaining(ranks, _join_store, ranks)
             process.MARKERS.add(process.JOINED)  # an error below is one of all ranks
@@ -269,43 +296,25 @@ def _join_store(ranks: Ranks) -> dist.Store:
     return store
 
 
-def _terms_of_rank0(store: Optional[dist.Store], ranks: Ranks, decide: Callable[[], dict[str, Any]]
-                    ) -> dict[str, Any]:
-    """Return what decide() returns on rank 0, or raise its PaddockError on all ranks.
-
-    A single process has no store.
-    """
+def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what decide() returns on rank 0, or raise its error on all ranks."""
     if ranks.is_rank0:
-        try:
-            answer = {"terms": decide()}
-        except PaddockError as error:
-            if store is None:
-                error.on_all_ranks = True
-                raise
-            answer = {"error": [type(error).__name__, str(error), error.errno]}
-        if store is None:
-            return answer["terms"]
-        store.set("terms", json.dumps(answer))
-        if "error" in answer:  # the store ends with this process
+        terms, failure = attempt(decide)
+        store.set("terms", json.dumps([terms, failure]))
+        if failure:  # the store ends with this process
             with suppress(RuntimeError):  # a rank has died
                 store.wait([f"read-{rank}" for rank in range(1, ranks.world_size)],
                            timedelta(seconds=JOIN_SECONDS))
-    seconds = 0.01
-    while not store.check(["terms"]):
-        time.sleep(seconds)
-        seconds = min(2 * seconds, 0.5)
-    answer = json.loads(store.get("terms"))
-    store.set(f"read-{ranks.rank}", "yes")
-    if "error" in answer:
-        raise on_all_ranks(*answer["error"])
-    return answer["terms"]
-
-
-def on_all_ranks(name: str, text: str, number: Optional[int]) -> PaddockError:
-    """Return the error of this class and text that all ranks raise."""
-    error = getattr(errors, name)(*text.split("\n"))
-    error.on_all_ranks, error.errno = True, number
-    return error
+    else:
+        seconds = 0.01
+        while not store.check(["terms"]):
+            time.sleep(seconds)
+            seconds = min(2 * seconds, 0.5)
+        terms, failure = json.loads(store.get("terms"))
+        store.set(f"read-{ranks.rank}", "yes")
+    if failure:
+        raise first_error([failure])
+    return terms
 
 
 def _init_process_group(ranks: Ranks, store: dist.Store, timeout_seconds: float) -> None:
@@ -356,8 +365,7 @@ TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout"
 # Texts of cudaGetErrorString for errors of the hardware or the driver, as torch and NCCL quote them.
 GPU_FAILED = (r"(?:CUDA error: |Cuda failure (?:\d+ )?')((?:uncorrectable|unspecified launch failure|unknown "
               r"error|hardware stack|no CUDA-capable|CUDA-capable device|system not yet|driver)[^\n']*)")
-CONNECTION_LOST = ("closed by peer", "Failed to recv",
-                   "reset by peer", "Broken pipe", "remote process exited")
+CONNECTION_LOST = "by peer", "Failed to recv", "Broken pipe", "remote process exited"
 
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:
@@ -452,10 +460,6 @@ def what_follows_a_signal() -> str:
     if ACTIVITY.phase == "the end":
         return "everything is saved; closing the logs; repeat to exit immediately"
     return "saving after at most one more step; repeat to exit without saving"
-
-
-class Interrupted(Exception):
-    """A stop signal arrived during a long phase; all ranks raise it together."""
 
 
 @dataclass(frozen=True)

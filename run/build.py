@@ -311,7 +311,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: B
 
     @cache
     def frozen() -> Transformer:
-        folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(base.find()))))
+        folder = Path(ranks.on_rank0(lambda: str(base.find())))
         mesh = model_utils.make_mesh(config, ranks)
 
         def construct() -> Transformer:

@@ -25,20 +25,22 @@ from checkpoint.manifest import MANIFEST, examine, fault_in
 from checkpoint.model_json import hub_model
 from common.errors import CheckpointError, DataError, SettingsError
 from common.files import json_sha256, read_json, sha256
-from common.text import ROOT
+from common.text import ROOT, show
 from config import SAMPLE, START_FROM, Config, mps_rules
 from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.teacher import find_teacher
 from parallel import process
+from parallel.process import EXIT_PREEMPTED
+from parallel.ranks import Interrupted
 from plan.identity import Identity, model_identity, weights_sha256
 from plan.make import Facts, Plan, complete
 from plan.resume_rules import check_changes
 from plan.starts import Known, Start, base_places, check_model, is_inside
 from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, make_and_lock
-from run.run import Inputs, recorded_identity
+from run.run import Inputs
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 Remake = Callable[[Known], Plan]  # make_plan with what was found out about the start's files
@@ -129,9 +131,15 @@ def lacks_sample(config: Config) -> bool:
 
 
 def provide_sample(config: Config) -> None:
-    """Create the sample if the settings name it and it is missing."""
+    """Create the sample if the settings name it and it is missing; Interrupted if a signal stops that."""
+    if not lacks_sample(config):
+        return
     script = ROOT / "scripts" / "make_sample.py"
-    if lacks_sample(config) and subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+    code = subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode
+    if code in {130, EXIT_PREEMPTED, *(-number for number in process.STOP_SIGNALS)}:
+        show(f"Stopped by a signal before the first step; the next start creates {SAMPLE}.")
+        raise Interrupted
+    if code:
         raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
 
 
@@ -228,8 +236,8 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         identities["teacher"] = {"model": model, "folder": str(teacher)}
     plan = replace(plan, start=start, identities=identities)
     if start.continues:
-        changes = check_changes(start.state, plan, recorded_identity(
-            inputs, config, plan, start.state["identity"]))
+        changes = check_changes(start.state, plan, inputs.identity(
+            config, plan, start.state["identity"]))
         messages, warnings = messages + changes.notes, warnings + changes.warnings
     elif config.resume == "auto" and (earlier := earlier_runs(run_dir)) and start.kind == "new":
         warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this run "

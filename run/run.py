@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
@@ -65,15 +66,21 @@ class Inputs:
         """Return a mixture's table of sources as JSON; empty for other data."""
         return self.rows.source_table(config.max_steps * config.rows_read)
 
-    def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Return the derived shape and the hashes of the inputs, to compare with those `saved` before.
+    def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
+                 ) -> dict[str, Any]:
+        """Return what checkpoints record of a run's identities, to compare with those `saved` before.
 
         If the saved hash is that of the same tokenizer in another file format, it is kept.
         """
         saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
-        return {"HIDDEN_DIM": config.hidden_dim,
-                f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        identity = {"HIDDEN_DIM": config.hidden_dim,
+                    f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        if plan and "teacher" in plan.identities:
+            identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
+        if plan and "reference_adapters" in plan.identities:
+            identity["REFERENCE_ADAPTERS"] = plan.identities["reference_adapters"]["sha256"]
+        return identity
 
     def used_ids(self) -> list[int]:
         """Return the token ids that occur in the training split, ascending."""
@@ -89,17 +96,6 @@ class Inputs:
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
-
-
-def recorded_identity(inputs: Inputs, config: Config, plan: Optional[Plan], saved: Mapping[str, Any] = {}
-                      ) -> dict[str, Any]:
-    """Return what checkpoints record of a run's identities, to compare with those `saved` before."""
-    identity = inputs.identity(config, saved)
-    if plan and "teacher" in plan.identities:
-        identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
-    if plan and "reference_adapters" in plan.identities:
-        identity["REFERENCE_ADAPTERS"] = plan.identities["reference_adapters"]["sha256"]
-    return identity
 
 
 @dataclass
@@ -173,15 +169,6 @@ class Run:
     def folder(self) -> Path:
         return self.run_folder.path
 
-    def needed_places(self) -> Iterator[Path]:
-        """Yield the checkpoints that this run needs to continue: base, reference and teacher."""
-        config, identities = self.config, self.plan.identities
-        if self.progress.base and (config.lora_enabled or config.training_stage in ("dpo", "grpo")):
-            yield Path(self.progress.base)
-        for name in ("teacher", "reference_adapters"):
-            if name in identities:
-                yield Path(identities[name]["folder"])
-
     @property
     def finished(self) -> bool:
         patience = self.config.early_stopping_patience
@@ -247,6 +234,7 @@ def start_writing(run: Run) -> None:
 
     This is the first write into the folder, once all checks of the start have passed.
     """
+    config, progress, identities = run.config, run.progress, run.plan.identities
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
     def clear() -> None:
@@ -255,7 +243,7 @@ def start_writing(run: Run) -> None:
             (run.folder / "tmp-probe").mkdir(exist_ok=True)  # what saving needs, before the first step
             (run.folder / "tmp-probe").rename(run.folder / "tmp-renamed").rmdir()
             sync_folder(run.folder)
-            if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
+            if aside := run_folder.archive_run(run.folder, config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # delete_leftovers renamed it back
@@ -263,7 +251,12 @@ def start_writing(run: Run) -> None:
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
             shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
-        for place in run.needed_places():
+        # The checkpoints that this run needs to continue: teacher, base or reference.
+        needed = [identities[name]["folder"] for name in ("teacher", "reference_adapters")
+                  if name in identities]
+        if progress.base and (config.lora_enabled or config.training_stage in ("dpo", "grpo")):
+            needed.append(progress.base)
+        for place in map(Path, needed):
             if CHECKPOINT_NAME.fullmatch(place.name) and not is_inside(place, run.folder):
                 try:
                     store.note_need(place, run.folder)
@@ -272,17 +265,17 @@ def start_writing(run: Run) -> None:
                                  f"({error.strerror}); do not delete it")
         commit()  # cached now: the checkout may have changed when the first card is written
 
-    step, pending = run.progress.step, run.progress.pending_metrics
+    step, pending = progress.step, progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
     steps = (step - (pending is not None), step) if resumes else (-1, 0)
-    run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
+    progress.wandb_run_id = progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
     measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, measured))
     process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
     restart = process.restart_info()
     restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
-    run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
+    run.log.event("start", step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, commit=commit() if run.ranks.is_rank0 else "",
                   seconds=time.time() - ACTIVITY.started, **run.log.previous, **restarted)
@@ -291,7 +284,7 @@ def start_writing(run: Run) -> None:
 @collective
 def is_folder_lost(run: Run) -> bool:
     """Return whether the run's folder was renamed or deleted during the run."""
-    return run.ranks.broadcast(run.run_folder.is_lost)
+    return run.ranks.on_rank0(lambda: run.run_folder.is_lost)
 
 
 def how_to_resume(run: Run) -> str:
@@ -306,9 +299,8 @@ def how_to_resume(run: Run) -> str:
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
     config, first = run.config, run.progress.step + 1
-    if not is_folder_lost(run):
-        run.ranks.on_rank0(lambda: run_folder.write_segment(
-            run.folder, first, config.public() | run.facts, run.inputs.sources(config), run.plan.to_record()))
+    run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
+        run.folder, first, config.public() | run.facts, run.inputs.sources(config), run.plan.to_record()))
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -316,21 +308,34 @@ def record_settings(run: Run) -> None:
 
 @collective
 def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return the weights and the optimizer's state, as tensors that read copies of this rank's rows."""
-    trained = {name: parameter for name, parameter in named_parameters(run.model).items()
+    """Return the weights and the optimizer's state, as tensors that read this rank's share of the rows."""
+    model = run.model
+    shard = run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(model), model.config.head_dim,
+                                               run.log.warn)
+    trained = {name: parameter for name, parameter in named_parameters(model).items()
                if parameter.requires_grad or not run.config.lora_enabled}
-    # The rows of this rank, and the parameters that they are divided like.
-    tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
-    optimizer_state = run.optimizer.state_tensors()
-    for name, rows in optimizer_state.items():
+    unused = model.source.unused_rows if model.source else {}
+    weights = {name: shard.tensor(local_rows(parameter), parameter, saved_rows(name, parameter, model),
+                                  unused.get(name, ())) for name, parameter in trained.items()}
+    moments = {}
+    for name, rows in run.optimizer.state_tensors().items():
         like = trained[name.rpartition(".")[0]]
-        tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim,
-                                       run.log.warn)
-    run.shard.more_rows = run.model.source.unused_rows if run.model.source else {}
-    copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
-                            for name, (rows, like) in tensors.items()})
-    return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
+        like = like if rows.ndim and is_divided(like) else rows
+        moments[name] = shard.tensor(rows, like, saved_rows(name, like, model))
+    return weights, moments
+
+
+def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
+             ) -> dict[str, TensorFile]:
+    """Return the files of weights and optimizer state. Blocks of rows that are hashed contain whole heads."""
+    config, vocab_size = run.model.config, run.inputs.tokenizer.vocab_size
+    if run.config.lora_enabled:
+        unused = max(map(len, run.model.source.unused_rows.values()), default=0)
+        files = peft.adapter_files(weights, config, vocab_size + unused)
+    else:
+        tensors = huggingface.to_huggingface(weights, config, vocab_size)
+        files = huggingface.weight_files(tensors, config.head_dim)
+    return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=config.head_dim)}
 
 
 @collective
@@ -342,8 +347,8 @@ def pin_early(run: Run) -> None:
     config = run.config
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
         with phase("save"):
-            tensors_to_save(run)
-            run.shard.allocate()
+            weights, moments = tensors_to_save(run)
+            run.shard.allocate(weights | moments)
 
 
 @phase("save")
@@ -356,52 +361,50 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     """
     started, step = time.perf_counter(), run.progress.step
     finish_saving(run)
-    finish_pruning(run)
-    config, progress, ranks = run.config, run.progress, run.ranks
-
+    config, progress, ranks, tokenizer = run.config, run.progress, run.ranks, run.inputs.tokenizer
     weights, moments = tensors_to_save(run)
-    state = {"progress": asdict(progress), "identity": recorded_identity(run.inputs, config, run.plan),
+    files, source, model_config = files_of(run, weights, moments), run.model.source, run.model.config
+    state = {"progress": asdict(progress), "identity": run.inputs.identity(config, run.plan),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    source = run.model.source
     if source and source.dtype not in (None, "float32"):
         state["base_dtype"] = source.dtype
     if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
         state["extensions"] = states
     texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
-    tokenizer, model_config = run.inputs.tokenizer, run.model.config
-    if config.lora_enabled:
-        adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
-                               lora.trained_token_ids(run.model), source.unused_rows)
-        files = peft.adapter_files(adapter, config, tokenizer.vocab_size)
-    else:
-        files = huggingface.model_files(weights, model_config, tokenizer.vocab_size)
-    weight_files = dict(files)
-    files[store.OPTIMIZER] = TensorFile(moments, block_multiple=model_config.head_dim)
+    texts[store.STATE] = json.dumps(state, indent=1) + "\n"
+    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
+    context = max(config.max_seq_len, source.context if source else 0)
+    adapter = config.lora_enabled and peft.Adapter(
+        {}, config, progress.base, progress.base_sha256, lora.trained_token_ids(run.model))
 
     def write_others(folder: Path) -> None:
-        if config.lora_enabled:
+        if adapter:
             peft.save_settings(folder, adapter, config, tokenizer)
         else:
-            context = max(config.max_seq_len, source.context if source else 0)
-            huggingface.save_settings(folder, weight_files, model_config, tokenizer, context)
+            of_model = {name: file for name, file in files.items() if name != store.OPTIMIZER}
+            huggingface.save_settings(folder, of_model, model_config, tokenizer, context)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
+    def begin() -> Optional[str]:
+        if run.pruning:
+            run.pruning.result(run.log.warn)
+        size = sum(file.nbytes for file in files.values())
+        return None if run.run_folder.is_lost else str(store.retrying(
+            lambda: store.start_writing(checkpoint, files, size), run.log.warn))
+
+    temporary = ranks.on_rank0(begin)
+    if temporary is None:
+        save_in_new_folder(run)
     manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
-    saving = PendingSave(step, started, run.shard, files, write_others, manifest)
-    if is_folder_lost(run):
-        save_in_new_folder(run, saving)
-    if not config.async_save or wait or not run.shard.allocate():
-        run.saving = saving
+    run.saving = PendingSave(step, started, run.shard, files, write_others, manifest, checkpoint,
+                             Path(temporary))
+    if wait or not config.async_save or not run.shard.allocate(weights | moments):
         return finish_saving(run)
-    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
-    run.shard.copy(*run.shard.tensors)
-    saving.start(checkpoint, run.log.warn)
-    run.saving = saving
-    saving.blocked = time.perf_counter() - started
-    run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)
+    run.saving.start(files_of(run, run.shard.copy(weights), run.shard.copy(moments)))
+    run.saving.blocked = time.perf_counter() - started
+    run.log.event("save", step, seconds=run.saving.blocked, checkpoint=checkpoint.name)
 
 
 @phase("save")
@@ -414,24 +417,36 @@ def finish_saving(run: Run) -> None:
     saving, run.saving = run.saving, None
     if saving is None:
         return
-    if saving.folder and is_folder_lost(run):  # the run stops after this step, and saves its state elsewhere
-        if saving.thread:
-            saving.thread.cancel()
-        return
-    checkpoint, config = run.folder / "checkpoints" / f"step-{saving.step:08d}", run.config
-    saving.complete(checkpoint, run.log.warn)
+    config, checkpoint, warn = run.config, saving.folder, run.log.warn
     protected = [run.started_from] if run.started_from else []
-    if run.ranks.is_rank0:
-        run.pruning = Background(lambda warn: store.prune(
-            checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every))
-    if not saving.folder:
-        finish_pruning(run)
+    prune = partial(store.prune, checkpoint.parent, config.keep_last, config.keep_best, protected,
+                    keep_every=config.keep_every)
+
+    def finish() -> None:
+        if run.run_folder.is_lost:
+            raise CheckpointError(f"{run.folder} was renamed or deleted")
+        store.finish_writing(saving.temporary, checkpoint, saving.details, hashed, warn)
+        if saving.in_background:
+            run.pruning = Background(prune)
+        else:
+            prune(warn)
+
+    try:
+        hashed = saving.written(warn)
+        run.ranks.on_rank0(finish)
+    except Exception as error:
+        saving.remove()
+        if not isinstance(error, CheckpointError) or not is_folder_lost(run):
+            raise
+        if not saving.in_background:
+            save_in_new_folder(run)
+        return  # the run stops after this step, and saves its state elsewhere
     if saving.step == run.progress.step:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
-    waited = f"; training stopped for {saving.blocked:.1f} s" if saving.folder else ""
+    waited = f"; training stopped for {saving.blocked:.1f} s" if saving.in_background else ""
     run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}")
-    if not saving.folder:
+    if not saving.in_background:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     run.log.event("saved", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     for extension in run.extensions:
@@ -439,25 +454,22 @@ def finish_saving(run: Run) -> None:
 
 
 @collective
-def save_in_new_folder(run: Run, saving: PendingSave) -> NoReturn:
-    """Complete a checkpoint in a new folder, and end the run, whose own folder was renamed or deleted."""
+def save_in_new_folder(run: Run) -> NoReturn:
+    """Save the state in a new folder, and end the run, whose own folder was renamed or deleted."""
     lost = run.folder
-    free = (str(each) for each in run_folder.numbered(lost) if not each.exists())
-    run.run_folder, run.saving = RunFolder(Path(run.ranks.broadcast(next(free)))), saving
     with ExitStack() as stack:
-        run.ranks.on_rank0(lambda: stack.enter_context(run_folder.lock_run(run.folder)))
-        finish_saving(run)
+        def choose() -> str:
+            folder = next(each for each in run_folder.numbered(lost) if not each.exists())
+            stack.enter_context(run_folder.lock_run(folder))
+            return str(folder)
+
+        run.run_folder = RunFolder(Path(run.ranks.on_rank0(choose)))
+        save_checkpoint(run, wait=True)
     error = CheckpointError(f"{lost} was renamed or deleted during the run. The state after step "
-                            f"{saving.step} is saved in a new folder, {run.folder}, without the earlier logs "
-                            f"and checkpoints. To resume: {how_to_resume(run)}")
+                            f"{run.progress.step} is saved in a new folder, {run.folder}, without the "
+                            f"earlier logs and checkpoints. To resume: {how_to_resume(run)}")
     error.on_all_ranks = True
     raise error
-
-
-@collective
-def finish_pruning(run: Run) -> None:
-    pruning, run.pruning = run.pruning, None
-    run.ranks.raise_on_all(lambda: pruning and pruning.result(run.log.warn))
 
 
 @contextmanager

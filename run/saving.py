@@ -1,10 +1,13 @@
-"""A checkpoint that the ranks of rank 0's machine write together, each its share of the rows."""
+"""A checkpoint that the ranks of rank 0's machine write together, each its share of the rows.
+
+With ASYNC_SAVE, each rank copies its share into host memory, and a thread writes the copy while training
+continues. Otherwise, training stops while the ranks read and write one tensor after another.
+"""
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,11 +16,11 @@ from torch import Tensor
 
 from checkpoint import store
 from checkpoint.manifest import MANIFEST, rows_of_part
-from checkpoint.tensors import LazyTensor, TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile, lazy
 from common.activity import Background, tick
-from common.files import BLOCK_BYTES, disk_errors, free_host_memory, sync
+from common.files import disk_errors, free_host_memory, sync
 from common.text import once
-from parallel.fsdp import send_rows
+from parallel.fsdp import is_divided, send_rows
 from parallel.ranks import Ranks, collective
 
 GIB = 2**30
@@ -31,7 +34,7 @@ def pinned_bytes(size: int) -> int:
 
 
 class RankShard:
-    """The rows of a checkpoint that this rank writes, copied into host memory; pinned if there is a GPU.
+    """The rows of a checkpoint that this rank writes.
 
     The ranks of rank 0's machine write, because two machines may lose each other's pages of a file. With
     SHARDING, a rank writes those that it holds, up to the blocks that are hashed; those of other machines are
@@ -43,7 +46,7 @@ class RankShard:
     @collective
     def __init__(self, ranks: Ranks, shards: int, block_multiple: int, warn: Warn):
         self.ranks, self.block_multiple, self.warn = ranks, block_multiple, once(warn)
-        local = ranks.broadcast(min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
+        local = ranks.on_rank0(lambda: min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
         copies, writers = max(1, local // shards), min(shards, local)
         copy, shard = divmod(ranks.rank, shards)
         self.parts = copies * writers
@@ -51,48 +54,58 @@ class RankShard:
         # The parts that the ranks of this rank's shard group write; -1 for none.
         self.parts_of_group = [rank * copies + copy if rank in group else -1 for rank in range(shards)]
         self.part = self.parts_of_group[shard]
-        self.tensors: dict[str, tuple[Tensor, Tensor, int]] = {}
-        self.kept: dict[str, Tensor] = {}  # memory for copies, allocated once
-        self.copied: dict[str, Tensor] = {}
-        self.more_rows: Mapping[str, Tensor] = {}  # that follow these tensors in a file
+        self.kept: dict[str, Tensor] = {}  # memory for the copy, allocated once
 
-    def span(self, name: str, part: int) -> tuple[int, int]:
-        count = self.tensors[name][2]
-        rows = count + len(self.more_rows.get(name, ()))
-        span = rows_of_part(rows, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
-        return min(span[0], count), min(span[1], count)
+    def span(self, rows: int, part: int) -> tuple[int, int]:
+        return rows_of_part(rows, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
 
-    def use(self, tensors: Mapping[str, tuple[Tensor, Tensor, int]]) -> dict[str, LazyTensor]:
-        """Return tensors that read what was last copied of them.
+    def tensor(self, rows: Tensor, like: Tensor, count: int, more: Tensor | tuple = ()) -> LazyTensor:
+        """Return a tensor that reads the current values of this rank's share, if all ranks read together.
 
         Args:
-            tensors: this rank's rows by name, the parameter that they are divided like, and the number of
-                rows that are saved.
+            rows: this rank's rows.
+            like: the parameter that they are divided like.
+            count: the number of rows that are saved.
+            more: rows that follow them in the file.
         """
-        self.tensors, self.copied = dict(tensors), {}
-        return {name: LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype,
-                                 partial(self._read, name), name)
-                for name, (rows, like, count) in tensors.items()}
+        def read(start: int, stop: int) -> Tensor:
+            if not is_divided(like):
+                return rows[start:stop] if rows.ndim else rows
+            spans = [self.span(count + len(more), part) for part in self.parts_of_group]
+            return send_rows(rows, like, [(min(first, count), min(last, count)) for first, last in spans])
 
-    def _read(self, name: str, start: int, stop: int) -> Tensor:
-        copied, first = self.copied[name], self.span(name, self.part)[0]
-        rows = copied[start - first:stop - first] if copied.ndim else copied
-        assert not rows.ndim or len(rows) == stop - start, f"{name}: another rank has rows {start} to {stop}"
-        return rows
+        tensor = LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype, read)
+        return tensor.followed_by(len(more), lazy(more).read) if len(more) else tensor
 
     @collective
-    def allocate(self) -> bool:
+    def copy(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Return copies of this rank's share, in the memory that `allocate` provides."""
+        copies = {}
+        for name, tensor in tensors.items():
+            start, stop = self.span(tensor.rows, self.part)
+            rows = self.kept[name].copy_(tensor.read(start, stop), non_blocking=True)
+            copies[name] = tensor.with_rows(rows, start)
+            tick()
+        if self.ranks.device.type != "cpu":
+            torch.get_device_module(self.ranks.device).synchronize()
+        return copies
+
+    @collective
+    def allocate(self, tensors: Mapping[str, LazyTensor]) -> bool:
         """Allocate memory for copies; if there is too little, warn once and return False. Rank 0 decides."""
-        new = self.tensors.keys() - self.kept.keys()
-        pinned = self.ranks.device.type == "cuda"
-        sizes = [like.numel() * rows.itemsize for rows, like, _ in map(self.tensors.get, new)]
+        new = {name: tensor for name, tensor in tensors.items() if name not in self.kept}
+        if not new:
+            return True
+        pinned, sizes = self.ranks.device.type == "cuda", [tensor.nbytes for tensor in new.values()]
         # The parts of a tensor are about equal.
         needed = sum(self.parts * pinned_bytes(size // self.parts) if pinned else size for size in sizes)
         free = free_host_memory()
-        fits = self.ranks.broadcast(not new or needed + SPARE_MEMORY <= free)
+        fits = self.ranks.on_rank0(lambda: needed + SPARE_MEMORY <= free)
         try:
-            for name in new if fits else ():
-                self.kept[name] = self._empty(name, pinned)
+            for name, tensor in new.items() if fits else ():
+                start, stop = self.span(tensor.rows, self.part)
+                shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+                self.kept[name] = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
                 tick()
         except RuntimeError:  # the memory cannot be pinned
             fits = False
@@ -105,33 +118,6 @@ class RankShard:
                   f"needs {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB is free")
         return False
 
-    def _empty(self, name: str, pinned: bool = False) -> Tensor:
-        start, stop = self.span(name, self.part)
-        rows, like, _ = self.tensors[name]
-        shape = (stop - start, *like.shape[1:]) if like.ndim else ()
-        return torch.empty(shape, dtype=rows.dtype, pin_memory=pinned)
-
-    @collective
-    def copy(self, *names: str) -> None:
-        """Copy this rank's share of these tensors, and forget the copies of others."""
-        self.copied = {}
-        for name in names:
-            rows, like, count = self.tensors[name]
-            copied = self.kept[name] if name in self.kept else self._empty(name)
-            if rows.ndim:
-                most_rows = max(1, BLOCK_BYTES * count // max(1, like.numel() * rows.itemsize))
-                # If every rank holds all rows, each only takes its own.
-                parts, place = [self.part] if rows is like else self.parts_of_group, 0
-                for piece in send_rows(rows, like, [self.span(name, part) for part in parts], most_rows):
-                    copied[place:place + len(piece)].copy_(piece, non_blocking=True)
-                    place += len(piece)
-            else:
-                copied.copy_(rows, non_blocking=True)
-            self.copied[name] = copied
-            tick()
-        if self.ranks.device.type != "cpu":
-            torch.get_device_module(self.ranks.device).synchronize()
-
 
 @dataclass
 class PendingSave:
@@ -143,8 +129,9 @@ class PendingSave:
     files: Mapping[str, TensorFile]
     write_others: Callable[[Path], object]  # writes the other files, on rank 0
     details: Mapping[str, Any]  # of the manifest
-    folder: Optional[Path] = None  # its final path when the threads were started
-    temporary: Optional[Path] = None
+    folder: Path  # its final path
+    temporary: Path
+    in_background: bool = False
     thread: Optional[Background] = None
     blocked: float = 0.0  # seconds in which training stopped for it
 
@@ -153,65 +140,53 @@ class PendingSave:
         """Whether this rank has written its part, or failed."""
         return self.thread is None or not self.thread.is_alive()
 
-    @collective
-    def begin(self, folder: Path, warn: Warn) -> None:
-        size = sum(file.nbytes for file in self.files.values())
-        self.temporary = Path(self.shard.ranks.broadcast(self.shard.ranks.on_rank0(lambda: str(store.retrying(
-            lambda: store.start_writing(folder, self.files, size), warn)))))
-
-    @collective
-    def start(self, folder: Path, warn: Warn) -> None:
-        """Write the copies in threads, which call no collective."""
-        self.folder = folder
-        self.begin(folder, warn)
+    def start(self, copied_files: Mapping[str, TensorFile]) -> None:
+        """Write these files, which contain copies, in a thread, which calls no collective."""
+        self.files, self.in_background = copied_files, True
         if self.shard.part >= 0:
-            self.thread = Background(lambda warn: store.retrying(partial(self.write, folder), warn))
+            self.thread = Background(lambda warn: store.retrying(self.write, warn))
 
-    def write(self, folder: Path) -> dict[str, list[str]]:
-        """Write and sync this rank's part; return the hashes of its blocks of each tensor, by file.
+    def write(self) -> tuple[int, dict[str, list[str]]]:
+        """Write and sync this rank's part; return its number, and the hashes of each tensor's blocks by file.
 
-        `folder` is the final path, for errors. Unless everything was copied before, this is collective.
+        Collective unless the files contain copies: even a rank without a part reads, to send its rows.
         """
         part, parts, error = self.shard.part, self.shard.parts, None
         hashes: dict[str, list[str]] = {name: [] for name in self.files}
-        for name, file in self.files.items():
-            for key, tensor in file.tensors.items():
-                if not self.folder:
-                    self.shard.copy(tensor.source)  # even after an error, because it is collective
+        for file_name, file in self.files.items():
+            for name, tensor in file.tensors.items():
+                start, stop = self.shard.span(tensor.rows, part)
+                share = tensor.with_rows(tensor.read(start, stop), start)  # even after an error
                 try:
                     if part >= 0 and error is None:
-                        hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
+                        path = self.temporary / file_name
+                        hashes[file_name].append(file.write_rows(path, name, share, part, parts))
                 except Exception as failure:
                     error = failure
-        with disk_errors(folder, needed_bytes=sum(file.nbytes for file in self.files.values())):
+                del share  # before the next is read
+        with disk_errors(self.folder, needed_bytes=sum(file.nbytes for file in self.files.values())):
             if error:
                 raise error
             for name in self.files if part >= 0 else ():
                 sync(self.temporary / name)
             if part == 0:
                 self.write_others(self.temporary)
-                # Room for the manifest, so that `finish` succeeds even if the disk fills meanwhile.
+                # Room for the manifest, so that `finish_writing` succeeds even if the disk fills meanwhile.
                 (self.temporary / MANIFEST).write_bytes(bytes(store.MOST_MANIFEST_BYTES))
                 sync(self.temporary / MANIFEST)
-        return hashes
+        return part, hashes
 
     @collective
-    def complete(self, folder: Path, warn: Warn) -> None:
+    def written(self, warn: Warn) -> dict[str, dict[str, Any]]:
+        """Wait until every rank has written its part; return the files' fields in the manifest."""
         ranks = self.shard.ranks
-        try:
-            if self.folder:
-                written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
-            else:
-                self.begin(folder, warn)
-                written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder)), warn)
-            parts = sorted(each for each in ranks.all_gather_json([self.shard.part, written]) if each[0] >= 0)
-            hashed = {name: file.entry(hashes[name] for _, hashes in parts)
-                      for name, file in self.files.items()}
-            ranks.on_rank0(lambda: store.finish_writing(self.temporary, folder, self.details, hashed, warn))
-        except Exception:
-            self.remove()
-            raise
+        if self.in_background:
+            parts = ranks.gather_or_raise(lambda: self.thread.result(warn) if self.thread else (-1, {}))
+        else:
+            parts = store.retrying(lambda: ranks.gather_or_raise(self.write), warn)
+        by_part = [hashes for part, hashes in sorted(parts, key=lambda each: each[0]) if part >= 0]
+        return {name: file.entry(hashes[name] for hashes in by_part) for name, file in self.files.items()}
 
     def remove(self) -> None:
-        if self.shard.ranks.is_rank0 and self.temporary:
+        if self.shard.ranks.is_rank0:
             shutil.rmtree(self.temporary, ignore_errors=True)

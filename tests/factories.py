@@ -460,7 +460,7 @@ def checkpoint_without_weights(run_dir: Path, step: int, progress: Mapping[str, 
 
 def save_adapter_folder(folder: Path, adapter: peft.Adapter, model_config: ModelConfig, tokenizer) -> None:
     peft.save_settings(folder, adapter, model_config, tokenizer)
-    write_files(folder, peft.adapter_files(adapter, model_config, tokenizer.vocab_size))
+    write_files(folder, peft.adapter_files(adapter.state, model_config, tokenizer.vocab_size))
 
 
 def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, adapter: Optional[Path] = None) -> str:

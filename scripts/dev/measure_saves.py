@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from checkpoint import huggingface, store
-from checkpoint.tensors import TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
@@ -76,10 +77,15 @@ def main() -> None:
     tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
                                             for moment in ("exp_avg", "exp_avg_sq")}
-    shard, state = RankShard(ranks, 1, config.head_dim, show), {**tensors, **moments}
-    copied = shard.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
-    files = huggingface.model_files({name: copied[name] for name in tensors}, config, args.vocab_size)
-    files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments}, None, config.head_dim)
+    shard = RankShard(ranks, 1, config.head_dim, show)
+    live = {name: shard.tensor(each, each, len(each)) for name, each in {**tensors, **moments}.items()}
+
+    def files_of(state: dict[str, LazyTensor]) -> dict[str, TensorFile]:
+        weights = huggingface.to_huggingface({name: state[name] for name in tensors}, config, args.vocab_size)
+        optimizer = TensorFile({name: state[name] for name in moments}, None, config.head_dim)
+        return huggingface.weight_files(weights, config.head_dim) | {store.OPTIMIZER: optimizer}
+
+    files = files_of(live)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
     manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}
     def tell(*lines: str) -> None:
@@ -87,27 +93,29 @@ def main() -> None:
             show(*lines)
 
     def measured_dd() -> float:
-        return ranks.broadcast(ranks.on_rank0(lambda: dd_seconds(args.folder, size)))
+        return ranks.on_rank0(lambda: dd_seconds(args.folder, size))
 
     ranks.on_rank0(lambda: args.folder.mkdir(parents=True, exist_ok=True))
     tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     rss, rows = peak_memory(), []
-    has_memory = shard.allocate()
+    has_memory = shard.allocate(live)
     for repeat in range(args.repeats + 1):  # the first copy touches new memory, and does not count
-        saving = PendingSave(1, 0, shard, files, lambda folder: None, manifest)
         before, started = measured_dd(), time.perf_counter()
+        temporary = Path(ranks.on_rank0(lambda: str(store.start_writing(folder, files, size))))
+        saving = PendingSave(1, 0, shard, files, lambda folder: None, manifest, folder, temporary)
         if has_memory:
-            shard.copy(*state)
-            ranks.barrier()
+            copied = shard.copy(live)
             copy = time.perf_counter() - started
-            saving.start(folder, tell)
+            saving.start(files_of(copied))
+            ranks.barrier()
             blocked = time.perf_counter() - started
             if saving.thread:
                 saving.thread.join()
             ranks.barrier()
         waited = time.perf_counter()
-        saving.complete(folder, tell)
+        finish = partial(store.finish_writing, temporary, folder, manifest, saving.written(tell), tell)
+        ranks.on_rank0(finish)
         seconds = time.perf_counter() - started
         if not has_memory:
             copy, blocked, waited = 0.0, 0.0, started

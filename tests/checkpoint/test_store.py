@@ -95,7 +95,7 @@ def test_several_writers_and_readers_agree_with_one_and_every_flipped_byte_is_fo
     file, path = TensorFile(tensors, {"format": "pt"}, 4), tmp_path / "several"
     expected = write_files(tmp_path, {"one": file})["one"]
     file.create(path)
-    written = [[file.write_rows(path, name, part, parts) for name in file.tensors] for part in reversed(range(parts))]
+    written = [[file.write_rows(path, *item, part, parts) for item in file.tensors.items()] for part in reversed(range(parts))]
     assert file.entry(written[::-1]) == expected and path.read_bytes() == (tmp_path / "one").read_bytes()
     expected["size"] = file.nbytes
 

@@ -298,14 +298,14 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
 @pytest.mark.parametrize("shard", [1, -1])
 def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepared, whole, capfd, monkeypatch):
     """Each machine may prepare its own set; here another rank has another second or last shard."""
-    gather, hashes = Ranks.all_gather_json, [each["sha256"][:16] for each in json.loads((whole / MANIFEST).read_text())["splits"]["train"]["shards"]]
+    gather, hashes = Ranks.gather_or_raise, [each["sha256"][:16] for each in json.loads((whole / MANIFEST).read_text())["splits"]["train"]["shards"]]
     place, hashes[shard] = range(len(hashes))[shard], "other"
 
-    def gather_two(ranks, own, **options):
-        is_wait = isinstance(own, tuple) and len(own) == 4
-        return [own, [*own[:3], hashes]] if is_wait else gather(ranks, own, **options)
+    def gather_two(ranks, make):
+        [own] = gather(ranks, make)
+        return [own, [*own[:3], hashes]] if len(own) == 4 else [own]
 
-    monkeypatch.setattr(Ranks, "all_gather_json", gather_two)
+    monkeypatch.setattr(Ranks, "gather_or_raise", gather_two)
     run = ahead_run(prepared, tmp_path / "run", whole)
     assert run.train() == 3
     assert f"shard {place} differs between machines, because their sources or tokenizers do" in capfd.readouterr().err

@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,54 +169,47 @@ def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, w
     """With several copies of a sharded model, ranks that follow each other do not write rows that do."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
     state = {"a": torch.arange(96.0 * 4).reshape(96, 4), "b": torch.arange(70.0), "c": torch.tensor(3.0)}
-    parts, savings = [], []
+    files = {"model.safetensors": TensorFile(state, block_multiple=2)}
+    temporary, written = store.start_writing(tmp_path / "step-1", files, 0), []
     for rank in range(world_size):
-        ranks = SimpleNamespace(rank=rank, world_size=world_size, is_rank0=rank == 0, device=torch.device("cpu"), broadcast=lambda value: value,
-                                all_gather_json=lambda _: parts, on_rank0=lambda make: make(), raise_on_all=lambda make: make())
+        ranks = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_rank0=lambda make: make())
         share = saving.RankShard(ranks, shards, 2, print)
-        files = {"model.safetensors": TensorFile(share.use({name: (rows, rows, len(rows) if rows.ndim else 1) for name, rows in state.items()}),
-                                                 block_multiple=2)}
-        savings.append(saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, temporary=tmp_path / "tmp-1"))
-    (tmp_path / "tmp-1").mkdir()
-    savings[0].files["model.safetensors"].create(tmp_path / "tmp-1" / "model.safetensors")
-    for each in savings:
-        each.shard.copy(*state)
-        parts.append([each.shard.part, each.write(tmp_path / "step-1")])
-    assert sorted(part for part, _ in parts) == [*range(world_size)]
-    monkeypatch.setattr(saving.PendingSave, "begin", lambda *_: None)
-    monkeypatch.setattr(saving.PendingSave, "write", lambda *_: parts[0][1])
-    savings[0].complete(tmp_path / "step-1", print)
+        save = saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, tmp_path / "step-1", temporary)
+        written.append(save.write())
+    assert sorted(part for part, _ in written) == [*range(world_size)]
+    ranks.gather_or_raise = lambda make: written
+    store.finish_writing(temporary, tmp_path / "step-1", {"step": 1}, save.written(print), print)
     store.verify(tmp_path / "step-1")
 
 
 def save_and_look(argv: list[str]) -> None:
-    """In a rank: what it keeps for a save, sends, and syncs, with and without memory for all."""
-    ranks, synced, pieces = start_ranks("cpu", PATIENCE), [], []
-    run_build.meeting = lambda decide: nullcontext((ranks, ranks.broadcast(ranks.on_rank0(decide))))
+    """In a rank: what it keeps for a save, reads, and syncs, with and without memory for all."""
+    ranks, synced, read = start_ranks("cpu", PATIENCE), [], []
+    run_build.meeting = lambda decide: nullcontext((ranks, ranks.on_rank0(decide)))
     sync, send_rows = saving.sync, saving.send_rows
 
-    def counted(*arguments):
-        for piece in send_rows(*arguments):
-            pieces.append((len(piece), arguments[-1]))
-            yield piece
+    def sent(*arguments):
+        rows = send_rows(*arguments)
+        read.append(weakref.ref(rows))
+        return rows
 
-    saving.sync, saving.send_rows = lambda path: (synced.append(path.name), sync(path)), counted
-    saving.BLOCK_BYTES = 4_000
+    saving.sync, saving.send_rows = lambda path: (synced.append(path.name), sync(path)), sent
     with run_build.open_run(*planned(argv)) as run:
         save_checkpoint(run)
         finish_saving(run)
         share = run.shard
-        for name, (_, _, count) in share.tensors.items():
-            if share.kept[name].ndim:
-                block = block_rows(count, share.block_multiple)
-                assert len(share.kept[name]) < -(-count // ranks.world_size) + block, "more than a share and a block"
+        shapes = dict(run.model.named_parameters())
+        for name, kept in share.kept.items():
+            if kept.ndim:
+                rows = len(shapes[name if name in shapes else name.rpartition(".")[0]])
+                assert len(kept) < -(-rows // ranks.world_size) + block_rows(rows, share.block_multiple), "more than a share and a block"
         assert {*synced} - {"MANIFEST.json"} == {"model.safetensors", "optimizer.safetensors"}
-        assert all(rows <= most for rows, most in pieces)
+        assert read and not any(rows() is not None for rows in read), "it is kept once, in `kept`"
         share.kept.clear()
         one_at_a_time, write_rows = [], TensorFile.write_rows
-        TensorFile.write_rows = lambda *arguments: (one_at_a_time.append(len(share.copied)), write_rows(*arguments))[1]
+        TensorFile.write_rows = lambda *arguments: (one_at_a_time.append(sum(rows() is not None for rows in read)), write_rows(*arguments))[1]
         save_checkpoint(run, wait=True)
-        assert not share.kept and {*one_at_a_time} == {1}
+        assert not share.kept and {*one_at_a_time} == {0, 1}
     stop_ranks()
 
 
@@ -228,7 +222,7 @@ def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run
 
 
 def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_save(tiny_run, whole, monkeypatch):
-    allocated, empty, pin_early = [], saving.RankShard._empty, train.pin_early
+    allocated, empty, pin_early = [], torch.empty, train.pin_early
 
     def pin_as_on_a_gpu(run) -> None:
         context, ranks = run.context, replace(run.ranks, device=torch.device("cuda"))
@@ -236,14 +230,13 @@ def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_
         pin_early(run)
         run.context, run.ranks, run.shard.ranks = context, context.ranks, context.ranks
 
-    def record(shard, name, pinned=False):
-        allocated.append((ACTIVITY.step, name, pinned))
-        return empty(shard, name)
+    def record(*shape, pin_memory=False, **options):
+        allocated.extend([ACTIVITY.step] * pin_memory)
+        return empty(*shape, **options)
 
     monkeypatch.setattr(train, "pin_early", pin_as_on_a_gpu)
-    monkeypatch.setattr(saving.RankShard, "_empty", record)
+    monkeypatch.setattr(torch, "empty", record)
     run = tiny_run().trained()
     assert_same_run(run, whole, 6)
-    assert {(step, pinned) for step, _, pinned in allocated if pinned} == {(1, True)}
-    names = [name for _, name, pinned in allocated if pinned]
-    assert len({*names}) == len(names) == 4 * len(load_file(run.checkpoint(6) / "model.safetensors")), "weights, two moments and step"
+    assert {*allocated} == {1}
+    assert len(allocated) == 4 * len(load_file(run.checkpoint(6) / "model.safetensors")), "weights, two moments and step"
