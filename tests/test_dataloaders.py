@@ -18,6 +18,7 @@ from data_pipeline.shards import (
     open_token_set,
 )
 from dataloaders import Batch, RowOrder, TokenRows, load_steps, permute, validation_batches
+from extensions.preparation import rows_in
 from model_kernels.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
@@ -93,6 +94,14 @@ def test_document_numbers_equal_a_naive_count(ids):
     rows = TokenRows(token_set(sum(ids, []) + [0]), 6, document_start_id=0)
     document_ids_BT = rows(np.arange(len(ids))).document_ids_BT
     assert document_ids_BT.tolist() == expected and document_ids_BT.dtype == torch.int32
+
+
+@pytest.mark.parametrize("tokens, count", [(1, 0), (6, 0), (7, 1), (12, 1), (13, 2)])
+def test_a_row_is_one_whose_last_target_is_there(tokens, count):
+    rows = TokenRows(token_set(list(range(tokens))), 6)
+    assert len(rows) == count == rows_in(tokens, 6), "of a whole set, and of one that is being prepared"
+    if count:
+        assert rows(np.arange(count)).targets_BT.flatten().tolist() == [*range(1, 6 * count + 1)]
 
 
 def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path):

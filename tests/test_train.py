@@ -278,6 +278,12 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_start_step_counts_the_tokens_of_so_many_steps(finished, prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "elsewhere", **UNMEASURED)
+    assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), START_STEP=3, MAX_STEPS=5) == 0
+    assert run.column("tokens_seen") == {4: 4 * 256, 5: 5 * 256}
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
     flip_bit(finished.checkpoint(6) / "optimizer.safetensors")
     assert finished.train(MAX_STEPS=6) == 0

@@ -215,6 +215,20 @@ def test_two_ranks_exchange_gradients_in_bf16(tmp_path):
     run_ranks(check_bf16, world_size=2, folder=tmp_path)
 
 
+def check_bf16_weights() -> None:
+    """The mean of all rows' gradients, which one process without ranks computes."""
+    ranks, batches = start_ranks("cpu", 60), uneven_batches(2)
+    settings = {"MAX_GRAD_NORM": 0, "WEIGHT_DTYPE": "bf16", "plant": lambda model: model.to(torch.bfloat16)}
+    whole, expected, _ = a_step(batches, **settings)
+    result, gradients, _ = a_step(batches[ranks.rank * 2:ranks.rank * 2 + 2], ranks=ranks, **settings)
+    assert result.grad_norm == pytest.approx(whole.grad_norm, rel=0.02) and furthest(expected, gradients) < 0.02
+    stop_ranks()
+
+
+def test_two_ranks_average_the_gradients_of_bf16_weights(tmp_path):
+    run_ranks(check_bf16_weights, world_size=2, folder=tmp_path)
+
+
 def test_two_ranks_train_in_bf16_as_in_fp32_but_for_rounding(whole_on_two_ranks, tiny_run):
     job = (run := tiny_run(GRADIENT_DTYPE="bf16", HELLASWAG_EVERY=0)).start(2)
     assert job.wait() == [0, 0], job.text()

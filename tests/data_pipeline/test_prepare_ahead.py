@@ -67,8 +67,8 @@ def before(tmp_path_factory, prepared, whole):
     return ahead_run(prepared, tmp_path_factory.mktemp("before"), whole).trained()
 
 
-def publish(whole, folder, shards):
-    """Make `folder` a preparation of the set `whole` that has finished so many shards; all of them make it complete."""
+def publish(whole, folder, shards, held_out=0):
+    """Make `folder` a preparation of the set `whole` that has finished so many shards; all of training make it complete."""
     manifest = json.loads((whole / MANIFEST).read_text())
     folder.mkdir(parents=True, exist_ok=True)
     for path in whole.glob("*.bin"):
@@ -81,7 +81,7 @@ def publish(whole, folder, shards):
     finished = train["shards"][:shards]
     tokens = sum(shard["tokens"] for shard in finished)
     splits = {"train": {**train, "tokens": tokens + 7, "shards": finished},
-              "validation": {**manifest["splits"]["validation"], "shards": []}}
+              "validation": {**manifest["splits"]["validation"], "shards": manifest["splits"]["validation"]["shards"][:held_out]}}
     preparation.write_json(folder / preparation.JOURNAL, {**manifest, "splits": splits})
 
 
@@ -182,15 +182,32 @@ def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, w
     ends = [0, *complete.ends]
     for first, end in zip(ends, ends[1:]):  # shard by shard, shuffled within each
         assert {*order[first:end]} == {*range(first, end)} and [*order[first:end]] != [*range(first, end)]
+    assert [complete.shards_with(end) for end in complete.ends] == [*range(1, len(ends))] and complete.shards_with(10**9) == len(ends) - 1
+    assert [complete.shards_with(end + 1) for end in ends[:-1]] == [*range(1, len(ends))]
+    orders = [tuple(order[first:end] - first) for first, end in zip(ends, ends[1:])]
+    assert len({*orders}) == len(orders) > len({*map(len, orders)}), "equal shards have other orders"
     for shards in range(1, len(complete.entries)):
         publish(whole, tmp_path / f"part-{shards}", shards)
         part = rows(tmp_path / f"part-{shards}")
-        known = rows_in(sum(entry.tokens for entry in complete.entries[:shards]), 32)
+        known = (sum(entry.tokens for entry in complete.entries[:shards]) - 1) // 32
         assert len(part) == known and part.has(known) and not part.has(known + 1)
         assert np.array_equal(part.rows_at(np.arange(known), seed=5), order[:known])
         batch, same = part(order[:8]), complete(order[:8])
         assert batch.tokens_BT.equal(same.tokens_BT) and batch.document_ids_BT.equal(same.document_ids_BT)
         assert part.fingerprint == complete.fingerprint
+
+
+def test_validation_is_that_of_the_whole_set_while_its_last_shard_is_written(tmp_path, prepared):
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+    whole = prepare_set("documents", str(write_source(tmp_path)), tmp_path / "sets", PreparationOptions(str(prepared.tokenizer), "auto", SHARD, 0.3, workers=1))
+    publish(whole, tmp_path / "grows", 2, held_out=2)
+    files = json.loads((whole / MANIFEST).read_text())["splits"]["validation"]["shards"]
+    tokens = np.concatenate([np.fromfile(whole / each["file"], "<u2", offset=1024) for each in files])
+    assert len(files) == 3
+    for folder in (whole, tmp_path / "grows"):
+        config = Config(pretrain_data_path=str(folder), prepare_ahead=True, max_seq_len=32, total_batch_size=256, validation_rows=40, validate_every=1)
+        rows = prepare_ahead.open_rows(config, "validation", tokenizer, "auto")
+        assert rows(np.arange(40)).targets_BT.flatten().tolist() == tokens[1:40 * 32 + 1].tolist()
 
 
 def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd):
@@ -278,18 +295,20 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
     assert steps_of(later) == steps_of(run)
 
 
-def test_machines_with_other_shards_do_not_train_together(tmp_path, prepared, whole, capfd, monkeypatch):
-    """Each machine may prepare its own set; here another rank has another second shard."""
-    gather = Ranks.all_gather_json
+@pytest.mark.parametrize("shard", [1, -1])
+def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepared, whole, capfd, monkeypatch):
+    """Each machine may prepare its own set; here another rank has another second or last shard."""
+    gather, hashes = Ranks.all_gather_json, [each["sha256"][:16] for each in json.loads((whole / MANIFEST).read_text())["splits"]["train"]["shards"]]
+    place, hashes[shard] = range(len(hashes))[shard], "other"
 
     def gather_two(ranks, own, **options):
         is_wait = isinstance(own, tuple) and len(own) == 4
-        return [own, [*own[:3], [own[3][0], "other"]]] if is_wait else gather(ranks, own, **options)
+        return [own, [*own[:3], hashes]] if is_wait else gather(ranks, own, **options)
 
     monkeypatch.setattr(Ranks, "all_gather_json", gather_two)
     run = ahead_run(prepared, tmp_path / "run", whole)
     assert run.train() == 3
-    assert "shard 1 differs between machines, because their sources or tokenizers do" in capfd.readouterr().err
+    assert f"shard {place} differs between machines, because their sources or tokenizers do" in capfd.readouterr().err
     assert run.train(PRETRAIN_DATA_PATH=tmp_path / "none") == 3 and "none does not exist" in capfd.readouterr().err
 
 

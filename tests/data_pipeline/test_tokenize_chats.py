@@ -150,8 +150,9 @@ def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to
 def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(tmp_path, tokenizer_path):
     """In chats and pairs alike."""
     def ways(number):
-        asked = f"Is {number} \ufb01ne?"
-        return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi"), asked.replace(" ", "  "))
+        asked = f"Is {number} \ufb01ne at the caf\u00e9?"
+        return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi").replace(" ", "  "),
+                asked.replace("\u00e9", "e\u0301"))
 
     def said(asked, answer):
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}

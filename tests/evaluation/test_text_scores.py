@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from factories import without_clocks
 
 from data_pipeline.templates import load_chat_format
@@ -96,16 +97,17 @@ def test_thoughts_are_no_part_of_what_is_compared(stages, tmp_path, monkeypatch)
 HEADER, WORDS = "<|start_header_id|>assistant<|end_header_id|>\n\n", "{{ m.content }}<|eot_id|>"
 
 
-@pytest.mark.parametrize("answer", [
-    HEADER + "{% generation %}" + WORDS + "{% endgeneration %}\n", HEADER + "{% generation %}" + WORDS + "\n{% endgeneration %}",
-    "{% generation %}" + HEADER + WORDS + "{% endgeneration %}\n", "<|start_header_id|>{% generation %}" + HEADER[19:] + WORDS + "\n{% endgeneration %}"])
-def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(answer, stages, prepared, tmp_path):
+@pytest.mark.parametrize("answer, between", [
+    (HEADER + "{% generation %}" + WORDS + "{% endgeneration %}\n", "\n"), (HEADER + "{% generation %}" + WORDS + "\n{% endgeneration %}", "\n"),
+    ("{% generation %}" + HEADER + WORDS + "{% endgeneration %}\n", "\n"), ("{% generation %}" + HEADER + WORDS + "{% endgeneration %}", ""),
+    ("<|start_header_id|>{% generation %}" + HEADER[19:] + WORDS + "\n{% endgeneration %}", "\n")])
+def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(answer, between, stages, prepared, tmp_path):
     folder, records = tmp_path / "marked", [json.loads(line) for line in (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()]
     folder.mkdir()
     load_tokenizer(str(prepared.tokenizer)).save_huggingface(folder)
     (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|>user<|end_header_id|>\n\n{{ m.content }}<|eot_id|>\n"
-        f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{HEADER}{{% endif %}}")
+        "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|>user<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+        f"{between}{{% else %}}{answer}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{HEADER}{{% endif %}}")
     chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "sft", PreparationOptions(str(folder), "auto", 10**6, 0.2, workers=1))
     config = make_plan(stages.run("sft", tmp_path, **GENERATION).argv(TOKENIZER_PATH=folder, SFT_DATA_PATH=chats)).config
     tokenizer = load_tokenizer(str(folder))
@@ -113,6 +115,17 @@ def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(ans
     expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
     found = {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in evaluate.read_held_out(config, tokenizer, "never")}
     assert len(found) == 8 and found <= expected
+
+
+def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(stages, tmp_path):
+    config = make_plan(stages.run("sft", tmp_path, SAMPLE_TOKENS=1).argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    chat_format = load_chat_format(tokenizer)
+    records = [json.loads(line) for line in (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()]
+    openings = {tokenizer.decode(chat_format.encode_prompt(record["messages"][:1])) for record in records}
+    model, _ = load_model(stages.base, torch.device("cpu"), torch.float32)
+    samples = evaluate.samples(model, tokenizer, config, 1, open_rows(config, "validation", tokenizer, "never"))
+    assert len(samples) == 2 and {prompt for prompt, _ in samples} <= openings
 
 
 def plant() -> None:

@@ -226,6 +226,17 @@ def test_the_comment_of_a_preset_agrees_with_the_forecast(preset):
     assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_forecast_of_a_quantised_base_counts_its_scales(kind):
+    pytest.importorskip("bitsandbytes", reason="needs pip install bitsandbytes")
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, lora_enabled=True, lora_rank=4, lora_base_quantization=kind)
+    model = new_model(config, 256, dtype=torch.bfloat16)
+    lora.add_adapters(model, config, torch.Generator())
+    lora.cast_base(model, torch.bfloat16)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert estimate_memory(config, 256, 2).parameters == pytest.approx(held, rel=0.01)
+
+
 def test_the_forecast_of_a_pinned_copy_counts_powers_of_two():
     config = Config(dim=96, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, tie_embeddings=True)
     exact, pinned = (estimate_memory(config, 128, 2, device).host for device in ("cpu", "cuda"))

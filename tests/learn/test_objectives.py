@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from factories import in_transformers, new_model
@@ -21,6 +22,7 @@ from learn.objectives import (
     SimPO,
     frozen_logprobs,
     log1mexp,
+    pair_logprobs,
     share_prompts,
 )
 from model import Transformer
@@ -345,6 +347,11 @@ def test_kto_equals_trl(point):
     actual = read_all(to_huggingface({name: each.grad for name, each in model.named_parameters()}, CONFIG, VOCAB))
     for name, parameter in policy.inner.named_parameters():
         torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    # A good answer should gain over the reference, and a bad one lose.
+    gain_BP2 = pair_logprobs(model, batch).detach() - frozen_logprobs(reference, batch)
+    margins = [0.25 * (gain_BP2[row, place, 0] if label > 0 else -gain_BP2[row, place, 1])
+               for (row, place), label in np.ndenumerate(batch.stored["label_BP"].numpy()) if label]
+    assert float(objective.loss_sum(model, own).metrics["reward_margin"]) == pytest.approx(float(sum(margins)), rel=1e-5)
     # Elsewhere the batch has its own reference point.
     alone = replace(batch, stored={"label_BP": batch.stored["label_BP"]})
     assert float(objective.loss_sum(model, alone).total.detach()) == pytest.approx(4 * float(loss.detach()), abs=1e-6)

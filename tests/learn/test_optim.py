@@ -37,7 +37,7 @@ def schedule(**settings) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [0, 4, 10, 11, 1000])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 10, 11, 1000])
 def test_warm_up_is_linear_and_ends_at_the_peak(kind, warmup):
     rates = schedule(max_steps=10, warmup_steps=warmup, lr_schedule=kind)
     assert rates[:min(warmup, 10)] == [(step + 1) / warmup for step in range(min(warmup, 10))]

@@ -1,6 +1,8 @@
 """One of several jobs computes what is stored beside the data, and the others wait for it."""
 
+import math
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from factories import UNMEASURED
 
 from common.files import FileLock
 from data_pipeline.shards import Cache
@@ -68,3 +71,11 @@ def test_a_job_that_waits_leaves_at_a_signal_and_one_that_died_holds_nothing(tmp
     os.kill(child, 9)
     os.waitpid(child, 0)
     assert get_or_compute(tmp_path) and result.exists()
+
+
+def test_a_rank_without_rows_adds_nothing(stages, tmp_path):
+    """Before the first step the model is its reference, so that the loss of each held-out pair is ln 2."""
+    pairs = shutil.copytree(stages.pairs, tmp_path / "pairs", ignore=shutil.ignore_patterns("*reference-*"))
+    run = stages.run("dpo-stored", tmp_path / "runs", **UNMEASURED, DPO_DATA_PATH=pairs, MAX_STEPS=1, SAVE_EVERY=0)
+    run.ends([0, 0], VALIDATE_EVERY=1, VALIDATION_ROWS=1)
+    assert run.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)

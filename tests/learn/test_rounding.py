@@ -125,9 +125,10 @@ def test_the_update_is_adamws_in_float64_up_to_the_rounding(weight_dtype, state_
     assert state["layers.0.attention.wq.weight.exp_avg"].dtype == dtype and state["norm.weight.exp_avg"].dtype == torch.float32
 
 
-def test_every_update_has_other_bits():
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_update_has_other_bits(optimizer):
     """Each update shrinks the weights by a tenth of their last bit: with the same bits, a tenth of them would shrink every time."""
-    model, optimizer = tiny_model(weight_dtype="bf16", weight_decay=0.1 * 2**-7 / 1.5)
+    model, optimizer = tiny_model(weight_dtype="bf16", weight_decay=0.1 * 2**-7 / 1.5, optimizer=optimizer)
     matrix = model.layers[0].feed_forward.w1.weight
     matrix.data.fill_(1.5)
     for _ in range(30):
@@ -135,6 +136,22 @@ def test_every_update_has_other_bits():
         optimizer.step(1.0)
     shrunk = (1.5 - matrix.detach().float()) * 2**7
     assert float(shrunk.mean()) == pytest.approx(3, abs=0.2) and float(shrunk.std()) == pytest.approx(math.sqrt(30 * 0.1 * 0.9), abs=0.2)
+
+
+def test_every_sum_of_micro_batches_has_other_bits():
+    """1 + 2**-10 is an eighth of the way to the next bf16 number, which an eighth of all sums become."""
+    config = Config(weight_dtype="bf16", compile=False, max_seq_len=32, micro_batch_size=1, total_batch_size=64)
+    model, progress, sums = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), Progress(), []
+    reducer = rounding.RoundingReducer(model, Ranks(), config, Optimizer(model, config))
+    for progress.step in range(60):
+        reducer.begin(torch.tensor(1), progress)
+        for place, gradient in enumerate((1, 2**-10)):
+            with reducer.add(progress.step, is_last=place == 1):
+                (gradient * model.weight).sum().backward()
+        sums.append(model.weight.grad.double())
+        model.weight.grad = None
+    became = (torch.stack(sums) > 1).double().sum(0)
+    assert float(became.mean()) == pytest.approx(60 / 8, rel=0.02) and float(became.std()) == pytest.approx(math.sqrt(60 * 7) / 8, rel=0.1)
 
 
 @pytest.mark.slow
@@ -176,7 +193,14 @@ def test_clipping_in_the_backward_pass_divides_matrices_by_the_norm_of_the_step_
     model, progress, generator = torch.nn.Linear(6, 5), Progress(), torch.Generator().manual_seed(0)
     optimizer, starts = Optimizer(model, config), {name: each.detach().clone() for name, each in model.named_parameters()}
     reducer, clipped, norms = rounding.RoundingReducer(model, Ranks(), config, optimizer), {name: [] for name in starts}, []
-    for size in (1.0, 9.0, 0.01, 2.0):
+    for size in (1.0, 9.0, None, 0.01, 2.0):
+        if size is None:  # a step without targets, which is no update
+            reducer.begin(torch.tensor(0), progress)
+            with reducer.add(progress.step, is_last=True):
+                sum((0 * each).sum() for each in model.parameters()).backward()
+            optimizer.step(0.01, clip_scale(reducer.norm(), 0.5), torch.tensor(1.0))
+            progress.step += 1
+            continue
         gradients = {name: torch.randn(each.shape, generator=generator) * size for name, each in starts.items()}
         norms.append(math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values())))
         for name, norm in (("weight", norms[-2] if norms[1:] else 0), ("bias", norms[-1])):

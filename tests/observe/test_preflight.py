@@ -149,6 +149,14 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
 
 
+@pytest.mark.parametrize("flags, tflops", [((), 989), (("--precision", "fp32"), 495), (("--precision", "fp32", "--tf32", "false"), 67)])
+def test_the_speed_of_a_plan_is_that_of_the_precision(flags, tflops, tmp_path, capsys, monkeypatch):
+    """Source: NVIDIA's data sheet of the H100 SXM, without sparsity; its fp32 is that of CUDA cores."""
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--preset", "1.3b", "--micro-batch-size", "1", "--check", "--device-memory", "80", *flags]) == 0
+    assert float(re.search(r"reaches 45 % of ([\d.]+) TFLOP/s", capsys.readouterr().out)[1]) == pytest.approx(tflops, rel=0.1)
+
+
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(stage, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -211,6 +219,8 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     with pytest.raises(SettingsError, match="keeping 6 checkpoints needs .* keep fewer .KEEP_LAST=0"):
         check.describe_disk(config, size)
     assert "keeping 3 checkpoints" in check.describe_disk(config.model_copy(update={"keep_last": 1}), size)
+    with pytest.raises(SettingsError, match="keeping 5 checkpoints"):  # those of steps 3 and 6, too
+        check.describe_disk(config.model_copy(update={"keep_last": 1, "keep_every": 3}), size)
     earlier = tmp_path / config.run_name / "checkpoints" / "step-00000002"
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(bytes(3 * size))

@@ -24,6 +24,8 @@ def curves(**values: list[float]) -> dict[str, Curve]:
     ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.59 → 0.77 (unpaired).")]),
     ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.59 → 0.77 (unpaired).")]),
     ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
+    ([7.59, 7.56], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.56 (unpaired).")]),  # two errors are 0.04
+    ([7.59, 7.54], "finished", (), [(True, "Learned: validation loss 7.59 → 7.54 (unpaired).")]),
     ([7.59, 9.0], "running", (), [(False, "Getting worse: validation loss 7.59 → 9.00 (unpaired).")]),
     ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.59 → 9.00 (unpaired).")]),
     ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
@@ -33,7 +35,7 @@ def curves(**values: list[float]) -> dict[str, Curve]:
     ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.00 → 7.15 (unpaired).")]),
     ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.59 → 0.90 (unpaired)."),
                                         (False, "The validation loss has risen since step 10, where it was 0.70.")]),
-    ([7.59, 0.8, 0.81], "finished", (), [(True, "Learned: validation loss 7.59 → 0.81 (unpaired).")]), ([7.59], "running", (), [])])
+    ([7.59, 0.8, 0.85], "finished", (), [(True, "Learned: validation loss 7.59 → 0.85 (unpaired).")]), ([7.59], "running", (), [])])
 def test_a_run_has_learned_if_its_loss_fell_by_more_than_its_error(losses, state, kinds, verdicts):
     values = curves(val_loss=losses, val_loss_stderr=[0.02] * len(losses))
     assert [*learning(values, state, kinds, "HellaSwag")] == verdicts

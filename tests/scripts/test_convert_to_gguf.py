@@ -85,6 +85,7 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
         return
     for kind in ("f32", "q8_0"):
         import_checkpoint(tmp_path / f"{kind}.gguf", tmp_path / kind, str(folder))
+        assert json.loads((tmp_path / kind / "config.json").read_text())["max_position_embeddings"] == context
     before, after = (read_all(huggingface.load_model_weights(each)) for each in (folder, tmp_path / "f32"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((tmp_path / "f32" / "tokenizer.json").read_text())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from functools import partial
 
 import faults
@@ -24,6 +25,7 @@ from extensions.report.page import Report
 from extensions.rewards import answer_column, with_answer
 from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
+from tokenizer import load_tokenizer
 
 FUNCTIONS = """
 import os, sys, time
@@ -164,6 +166,16 @@ def test_a_step_is_all_of_its_updates(stages, tmp_path, monkeypatch, capsys):
         assert poisoned.train() == 0
         assert poisoned.hashes(2) == calm.hashes(2)
     assert run.hashes(1) == first.hashes(1) == calm.hashes(1)
+
+
+def test_held_out_prompts_are_answered_in_validations(whole, stages):
+    """Each question is in one split, whose shards have it."""
+    decode = load_tokenizer(str(stages.prepared.tokenizer)).decode
+    asked = {split: {*re.findall(r"[a-z]at\?", decode(np.fromfile(stages.prompts / f"{split}-00000.bin", "<u2", offset=1024).tolist()))}
+             for split in ("train", "validation")}
+    texts = [each["prompt"] for line in whole.lines("evaluations") if line["name"] == "val_reward" for each in line["texts"]]
+    found = {question for text in texts for question in re.findall(r"[a-z]at\?", text)}
+    assert found and found <= asked["validation"] and not found & asked["train"]
 
 
 def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
