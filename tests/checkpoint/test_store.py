@@ -347,6 +347,18 @@ def test_every_nth_step_is_kept(tmp_path):
     assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 3, 6, 8)]
 
 
+def test_a_checkpoint_that_another_run_needs_is_kept_also_if_both_are_moved_together(tmp_path):
+    for run in ("base", "tuned"):
+        (tmp_path / "here" / run / "checkpoints").mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(tmp_path / "here" / "base" / "checkpoints", step)
+    store.note_need(tmp_path / "here" / "base" / "checkpoints" / "step-00000001", tmp_path / "here" / "tuned")
+    checkpoints = (tmp_path / "here").rename(tmp_path / "there") / "base" / "checkpoints"
+    assert [path.name for path in store.prune(checkpoints, keep_last=1, keep_best=0)] == ["step-00000002"]
+    shutil.rmtree(tmp_path / "there" / "tuned")
+    assert [path.name for path in store.prune(checkpoints, keep_last=1, keep_best=0)] == ["step-00000001"]
+
+
 def test_newest_is_the_last_written_not_the_highest_step(tmp_path):
     save(tmp_path, 600)
     later = save(tmp_path, 450)

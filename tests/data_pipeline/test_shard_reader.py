@@ -241,6 +241,17 @@ def test_foreign_files_are_read(foreign, kind, monkeypatch):
         open_train(folder, vocab_size=39)
 
 
+@pytest.mark.parametrize("names, split", [
+    (["x_val_0", "x_train_0"], "validation"), (["val"], "validation"), (["my-validation"], "validation"), (["train"], "train"), (["interval_0"], "train")])
+def test_a_validation_set_of_foreign_files_is_what_they_call_validation_or_all(tmp_path, names, split):
+    for number, name in enumerate(names):
+        write_llmc(tmp_path / f"{name}.bin", [number] * 20)
+    assert shard_reader.split_to_validate(tmp_path) == split
+    assert shard_reader.split_to_validate(tmp_path / f"{names[0]}.bin") == split
+    if names != ["interval_0"]:  # a folder's files are found by these words
+        assert shard_reader.open_token_set(tmp_path, split, shard_reader.TokenizerInfo(VOCABULARY)).read(0, 20).tolist() == [0] * 20
+
+
 def test_fingerprint_of_foreign_files_sees_their_content(tmp_path):
     fingerprints = set()
     for last in (0, 1):

@@ -106,6 +106,9 @@ def test_loss_and_gradient_equal_those_of_trl(loss, update, beta):
     assert units == (int(mask.sum()) if loss == "dapo" else 8)
     total, metrics, gradient = gradients(objective, batch)
     assert total / units == pytest.approx(float(their_loss.detach()), abs=1e-6)
+    entropies = [-row[mask_row.bool()] for row, mask_row in zip(of_answers(token_logprobs(model_of(0), batch).detach()), mask)]
+    expected = sum(each.sum() if loss == "dapo" else each.mean() for each in entropies)
+    assert float(metrics["entropy"]) == pytest.approx(float(expected), rel=1e-5), "by token, or of each answer's mean"
     if loss == "dapo":  # TRL's are means over all tokens
         for name, theirs in {"clipped": "clip_ratio/region_mean", **({"kl": "kl"} if beta else {})}.items():
             assert float(metrics[name]) / units == pytest.approx(trainer._metrics["train"][theirs][0], abs=1e-6)
@@ -239,8 +242,9 @@ VALUES = {  # what answers are worth, by their text; None: it is not understood
     r"-1\frac12": "-3/2", "½": "1/2", "2½ cups": "5/2", r"1.5 \times 10^3": 1500, r"\boxed{3 \cdot 10^{-2}}": "3/100", "10⁻²": "1/100", r"\boxed{2^{10}}": 1024,
     r"\boxed 5": 5, r"$\boxed5$": 5, r"\boxed{\boxed{3}}": 3, "so 5\n#### 72": 72, "#### Step 2\nIt is 9": 9, r"\boxed{x=-5}": -5, r"\boxed{f(2) = 5}": 5,
     r"\boxed{90^{\circ}}": 90, "5 m²": 5, r"-\$12.50": "-25/2", "7 / 2": "7/2", r"\boxed{\frac{\frac{1}{2}}{3}}": "1/6", r"\boxed{\dfrac{3}{-4}}": "-3/4",
-    "The answer is 2 + 2 = 4.": 4, "The answer is 42. I checked it in 3 ways.": 42, "The answer is 5? No, the answer is 7, not 5.": 7, "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
-    "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "5 million": 5000000,
+    "The answer is 2 + 2 = 4.": 4, "The answer is 42. I checked it in 3 ways.": 42, "The answer is 5? No, the answer is 7, not 5.": 7, "The answer is not 5. It must be 6.": 6, "ANSWER: 5 of 9": 5,
+    "The answers are 5 and 9": 5, "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
+    "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "<answer>5</answer> No: <answer>7</answer>": 7, r"\boxed{5}? No: \boxed{7}": 7, "5 million": 5000000, "2 hundred": 200, "3 thousand": 3000, "1.5 billion": 1500000000, "2 trillion": 2 * 10**12,
     "It costs 5 (10 before).": 10, "total 5\n* 6 pears": 6, "１２": 12,
     **dict.fromkeys(["none", "1,5", "(1, 2)", r"2\pi", r"\boxed{\sqrt{2}}", r"\boxed{\{1, 2\}}", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{a}{2}}", "2x", "3 + 4i",
                      r"\boxed{2x+3}", "2 + 3", "1/0", "3/4/5", "3:30", r"\boxed{5-10}", r"\boxed{5 \text{ or } 6}", r"\boxed{\pm 5}", r"\boxed{x > 5}", r"\boxed{0.\overline{3}}",
@@ -259,7 +263,7 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
 @pytest.mark.parametrize("answer, right", [
     ("<think>72? No.</think>It is 9.", ""), ("<think>So 72.</think>72", "exact contains math"), ("It is 72.", "contains math"), ("72", "exact contains math"),
     ("<think>9</think><think>It is 72", ""), ("[THINK]9[/THINK]\n72\n", "exact contains math"), ("9</think>\n\n72", "exact contains math"),
-    ("<thinking>9</thinking>72", "exact contains math"), ("72<think>Or 9?", "exact contains math")])
+    ("<thinking>9</thinking>72", "exact contains math"), ("<think>9</think>8<think>5</think>72", "exact contains math"), ("72<think>Or 9?", "exact contains math")])
 @pytest.mark.parametrize("reference", ["72", 72, 72.0, "<think>9</think> 72"])
 def test_all_rewards_and_exact_match_see_the_answer_after_the_thoughts(answer, right, reference):
     for name in ("exact", "contains", "math"):

@@ -351,7 +351,11 @@ def test_kto_equals_trl(point):
     gain_BP2 = pair_logprobs(model, batch).detach() - frozen_logprobs(reference, batch)
     margins = [0.25 * (gain_BP2[row, place, 0] if label > 0 else -gain_BP2[row, place, 1])
                for (row, place), label in np.ndenumerate(batch.stored["label_BP"].numpy()) if label]
-    assert float(objective.loss_sum(model, own).metrics["reward_margin"]) == pytest.approx(float(sum(margins)), rel=1e-5)
+    metrics = {name: float(value) for name, value in objective.loss_sum(model, own).metrics.items()}
+    assert metrics["reward_margin"] == pytest.approx(float(sum(margins)), rel=1e-5) and metrics["kl"] == pytest.approx(4 * their_point, rel=1e-5)
+    above = [float(margin) > 0.25 * their_point if label > 0 else float(margin) > -0.25 * their_point
+             for margin, label in zip(margins, labels)]
+    assert metrics["reward_accuracy"] == sum(above)
     # Elsewhere the batch has its own reference point.
     alone = replace(batch, stored={"label_BP": batch.stored["label_BP"]})
     assert float(objective.loss_sum(model, alone).total.detach()) == pytest.approx(4 * float(loss.detach()), abs=1e-6)

@@ -157,6 +157,15 @@ def test_the_speed_of_a_plan_is_that_of_the_precision(flags, tflops, tmp_path, c
     assert float(re.search(r"reaches 45 % of ([\d.]+) TFLOP/s", capsys.readouterr().out)[1]) == pytest.approx(tflops, rel=0.1)
 
 
+def test_eight_planned_gpus_are_eight_times_as_fast_and_take_as_many_hours(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for ranks in (1, 8):
+        assert train.main(["--preset", "1.3b", "--micro-batch-size", "1", "--check", "--device-memory", "80", "--world-size", str(ranks)]) == 0
+        found.append([float(each.replace(",", "")) for each in re.search(r"speed: ([\d,]+) tokens/s.* \(([\d,.]+) GPU hours\)", capsys.readouterr().out).groups()])
+    assert found[1][0] == pytest.approx(8 * found[0][0], rel=1e-3) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
+
+
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(stage, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

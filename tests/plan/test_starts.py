@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -222,9 +223,28 @@ def test_a_start_step_goes_with_a_checkpoint_of_the_stage_or_new_weights():
     assert plan(*SFT, "--pretrain-checkpoint", "base", "--start-step", 2).config.start_step == 2
 
 
+SCALED = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
+
+
+@pytest.mark.parametrize("shape, flags, context", [({}, [], 64), ({}, ["--rope-scaling-factor", 4], 256), (SCALED, [], 256), (SCALED, ["--rope-scaling-factor", 16], 512)])
+def test_scaling_lengthens_what_a_model_has_learned_by_its_ratio_to_the_model_s_own(shape, flags, context):
+    model_without_weights(Path("model"), context=64, **shape)
+    for length, is_told in ((context, False), (2 * context, True)):
+        loaded = plan(*SFT, "--pretrain-checkpoint", "model", *flags, "--max-seq-len", length)
+        assert any(f"is longer than the {context} positions of the model" in each for each in loaded.warnings) == is_told
+
+
+def test_a_checkpoint_that_is_continued_in_another_run_leaves_steps_to_take():
+    flags = [*SFT, "--run-name", "new", "--instruct-checkpoint", STEP_5, "--max-steps"]
+    assert f"INSTRUCT_CHECKPOINT={STEP_5} is at step 5, which leaves no step of MAX_STEPS=5" in refused(*flags, 5)
+    assert plan(*flags, 6).start.step == 5
+
+
 def test_a_start_step_leaves_steps_to_take():
     error = refused(*SFT, "--pretrain-checkpoint", "base", "--start-step", 10, "--max-steps", 4)
     assert "START_STEP=10" in error and "MAX_STEPS=4" in error
+    assert "START_STEP=4 leaves no step of MAX_STEPS=4" in refused(*SFT, "--pretrain-checkpoint", "base", "--start-step", 4, "--max-steps", 4)
+    assert plan(*SFT, "--pretrain-checkpoint", "base", "--start-step", 3, "--max-steps", 4).config.start_step == 3
 
 
 # RESUME with a path
@@ -411,9 +431,16 @@ def test_a_plan_survives_json_and_holds_no_secret(name):
     assert again.exports == {} and again.start == loaded.start and again.sources == loaded.sources
     assert again.config == loaded.config and again.config.model_fields_set == loaded.config.model_fields_set
     assert again.to_json() == loaded.to_json()
-    fields = ("notes", "warnings", "deferred", "check", "for_other_hardware", "identities", "generation", "token_ids")
-    assert {field: getattr(again, field) for field in fields} == {field: getattr(loaded, field) for field in fields}
+    sent = ("notes", "warnings", "deferred", "check", "for_other_hardware", "identities", "generation", "token_ids")
+    assert {field: getattr(again, field) for field in sent} == {field: getattr(loaded, field) for field in sent}
     assert complete(again, Facts("cpu", 100)).to_json() == complete(loaded, Facts("cpu", 100)).to_json()
+
+
+def test_other_ranks_get_all_that_the_facts_add():
+    complete_plan = replace(plan(*PRETRAIN), identities={"data": {"tokens": "a"}}, generation={"suppress_tokens": [3]}, token_ids={"output": [7]},
+                            untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
+    again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
+    assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
 
 
 def test_a_plan_is_the_same_twice_and_writes_nothing(folder):

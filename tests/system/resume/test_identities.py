@@ -161,7 +161,12 @@ def test_a_distilled_run_goes_on_with_the_teacher_that_it_had(stages, tmp_path, 
     del run.settings["STOP_STEP"]
     assert run.train() == 0 and run.hashes(4) == whole.hashes(4)
     capsys.readouterr()
-    assert run.train(TEACHER_MODEL=stages.base, MAX_STEPS=6) == 5 and "TEACHER_MODEL was" in capsys.readouterr().err
+    other = shutil.copytree(teacher.checkpoint(2), tmp_path / "other")  # the same weights, used in another way
+    for name in ("MANIFEST.json", "trainer_state.json"):
+        (other / name).unlink()
+    (other / "config.json").write_text((other / "config.json").read_text().replace('"rope_theta": 500000.0', '"rope_theta": 1000.0'))
+    for another in (stages.base, other):
+        assert run.train(TEACHER_MODEL=another, MAX_STEPS=6) == 5 and "TEACHER_MODEL was" in capsys.readouterr().err, another
 
 
 def test_the_first_layers_of_a_model_are_a_model(stages, tmp_path, capsys):
@@ -202,17 +207,29 @@ def other_data() -> None:
         os.chdir(os.environ["OTHER_PLACE"])
 
 
-def test_a_machine_with_other_data_is_named(prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize("differs, part", [("data", "tokens"), ("held", "held_out")])
+def test_a_machine_with_other_data_is_named(differs, part, prepared, tmp_path, monkeypatch):
     from factories import prepare
 
     here, there = tmp_path / "here", tmp_path / "there"
-    shutil.copytree(prepared.shards, here / "data")
-    there.mkdir()
-    shutil.copytree(prepare(tmp_path / "made", seed=3).shards, there / "data")
+    made = prepare(tmp_path / "made", seed=3).shards
+    for name in ("data", "held"):
+        shutil.copytree(prepared.shards, here / name)
+        shutil.copytree(made if name == differs else prepared.shards, there / name)
     monkeypatch.chdir(here)
-    run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED, PRETRAIN_DATA_PATH="data", MAX_STEPS=2)
+    run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED | {"VALIDATE_EVERY": 2}, PRETRAIN_DATA_PATH="data", VALIDATION_DATA_PATH="held", MAX_STEPS=2)
     text = run.ends([3, 3], other_data, env={"OTHER_PLACE": str(there), "LOCAL_WORLD_SIZE": "1"})
-    assert "data is not the data of the first machine" in text
+    assert f"data is not the data of the first machine (other {part})" in text
+
+
+def test_a_machine_with_another_start_is_named(stages, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place, model in ((here, stages.base), (there, stages.teacher)):
+        shutil.copytree(model, place / "model")
+    monkeypatch.chdir(here)
+    run = stages.run("sft", tmp_path / "runs", **QUIET, PRETRAIN_CHECKPOINT="model")
+    text = run.ends([5, 5], other_data, env={"OTHER_PLACE": str(there), "LOCAL_WORLD_SIZE": "1"})
+    assert "model is another checkpoint than on the first machine" in text
 
 
 def test_a_restart_keeps_the_settings_of_the_files_that_were_edited_meanwhile(prepared, tmp_path, monkeypatch):

@@ -208,11 +208,18 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
         logged = next(line for line in metrics if line["step"] == step and "reward" in line)
         assert logged["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
         assert logged["answer_tokens"] == np.mean([line["tokens"] for line in lines])
+        assert logged["reward_std"] == pytest.approx(np.std([line["reward"] for line in lines]))
+        assert logged["equal_groups"] == np.mean([one["reward"] == other["reward"] for one, other in zip(lines[::2], lines[1::2])])
         for group in range(0, 8, 2):
             one, other = lines[group:group + 2]
             assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
             assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
+    for line in whole.lines("evaluations"):
+        if "reward" in line:
+            (logged,) = [each for each in metrics if each["step"] == line["step"] and "val_reward" in each]
+            assert (logged["val_reward"], logged["val_reward_stderr"]) == pytest.approx((np.mean(line["reward"]), np.std(line["reward"], ddof=1) / 3**0.5))
     assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
+    assert not any("<|reserved" in line["answer"] for line in whole.lines("rollouts")), "half of the vocabulary, which the base has never seen"
     report = Report([whole.folder])
     report.read()
     data = report.data()
@@ -286,7 +293,8 @@ def test_answers_in_the_columns_of_verl_alpaca_and_others_are_used_and_named(col
 
 def test_a_value_is_that_of_the_first_column_that_has_one():
     for given, column, answer in (({"answer": 0, "output": "x"}, "answer", 0), ({"answer": None, "reward_model": {"ground_truth": "7"}, "output": "x"},
-                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t")):
+                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t"),
+                                  ({"target": "t", "completion": "c", "solution": "s"}, "completion", "c"), ({"response": "r", "solution": "s", "ground_truth": 0}, "ground_truth", 0)):
         assert answer_column(given) == column and with_answer(given).get("answer") == answer
     rewards = Rewards("REWARD", [("math", 1.0)])
     assert rewards.check([("", '{"answer": 1}'), ("", '{"answer": null}')], "") == ["REWARD reads 'answer', which 1 of 2 records lack; answers to these are left out"]
