@@ -133,14 +133,17 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
     assert "10 % of each document" in "\n".join(describe(folder))
 
 
-@pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])
+@pytest.mark.parametrize("documents, fraction", [(19, None), (20, 0.05), (1000, 0.05), (3999, 0.05), (4000, 0.005)])
 def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, fraction):
     texts = [f"Tale {number}" for number in range(documents)]
     source = write_texts(tmp_path / "x.jsonl", texts)
     folder = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=None)
-    split = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]
-    by_hash = sum(split_of(identity_of(text), fraction) == "validation" for text in texts)
-    assert split["documents"] == max(1, by_hash)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if fraction is None:  # the end of each
+        assert manifest["cut_from_each"] == 0.1 and manifest["splits"]["validation"]["documents"] == documents
+        return
+    by_hash = sum(int(hashlib.sha256(text.lower().encode()).hexdigest()[:16], 16) < fraction * 2**64 for text in texts)
+    assert manifest["splits"]["validation"]["documents"] == max(1, by_hash)
 
 
 def documents_of(folder, split, tokenizer):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from factories import without_clocks
+from factories import checkpoint_without_weights, without_clocks, write_jsonl
 
 from data_pipeline.templates import load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -115,6 +115,20 @@ def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(ans
     expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
     found = {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in evaluate.read_held_out(config, tokenizer, "never")}
     assert len(found) == 8 and found <= expected
+
+
+def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_it(stages, tmp_path):
+    records = [{"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": "So."}]} for number in range(9)]
+    own = prepare_set("chats", write_jsonl(tmp_path / "own.jsonl", records), tmp_path / "own", PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1))
+    run = stages.run("sft", tmp_path, **GENERATION | {"GENERATION_EVAL_EXAMPLES": 100}, VALIDATION_DATA_PATH=own)
+    config = make_plan(run.argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    assert sorted(re.search(r"Number \d", tokenizer.decode(prompt))[0] for prompt, _ in evaluate.read_held_out(config, tokenizer, "never")) == [
+        f"Number {number}" for number in range(9)]
+    checkpoint = checkpoint_without_weights(tmp_path / "run", 1, **{name.upper(): value for name, value in config.model_dump(include={
+        "training_stage", "sft_data_path", "validation_data_path", "tokenizer_path", "pretrain_checkpoint"}).items()})
+    recorded, replaced = (settings_for(checkpoint, read_flags([]), data) for data in (None, str(stages.chats)))
+    assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), None, str(stages.chats))
 
 
 def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(stages, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from factories import in_transformers
@@ -24,11 +25,13 @@ from extensions.online import (
     Rollouts,
     advantages,
     training_batch,
+    validation_reward,
 )
 from extensions.rewards import BUILT_IN, Misunderstood, final_answer, final_value, load, text_of
 from learn.objectives import frozen_logprobs, token_logprobs
 from learn.teacher import LlamaTeacher
 from model_kernels.head import IGNORE_INDEX
+from parallel.ranks import Ranks
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
@@ -304,6 +307,25 @@ def test_unparsed_answers_are_counted_and_reported_once():
     assert len(told) == 1 and told[0].startswith("step 1: REWARD=math finds no single value in 3 of 4 answers")
     rollouts.rewards.names = ("exact",)
     assert Rollouts.count_misunderstood(rollouts, answers, "step 3") == {}
+
+
+def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_error():
+    """Of five held-out prompts, of which the first four are answered; the reward failed for one."""
+    rewards = [0.0, 1.0, None, 4.0, 100.0]
+
+    class HeldOut(list):
+        def __call__(self, indices):
+            return indices.tolist()
+
+    rollouts = SimpleNamespace(
+        generate=lambda prompts, group: prompts, check_any=lambda *_: None, count_misunderstood=lambda answers, _: {"answers_misunderstood": 0.25},
+        reward=lambda prompts, _: [Answer(1, True, rewards[each], [], "failed" * (rewards[each] is None), "", f"prompt {each}") for each in prompts])
+    run = SimpleNamespace(
+        config=Config(training_stage="grpo", validation_rows=4, micro_batch_size=3), ranks=Ranks(), objective=SimpleNamespace(rollouts=rollouts),
+        inputs=SimpleNamespace(validation_rows=HeldOut(rewards), validation_fingerprint=""), context=SimpleNamespace(progress=lambda parts, *_: parts))
+    result = validation_reward(run)
+    assert result.metrics == pytest.approx({"val_reward": 5 / 3, "val_reward_stderr": np.std([0, 1, 4], ddof=1) / 3**0.5, "val_answers_misunderstood": 0.25})
+    assert [each["prompt"] for each in result.line["texts"]] == [f"prompt {number}" for number in range(4)] and "reward" not in result.line
 
 
 @pytest.mark.parametrize("name, answer, record, expected", [

@@ -214,10 +214,6 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
             one, other = lines[group:group + 2]
             assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
             assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
-    for line in whole.lines("evaluations"):
-        if "reward" in line:
-            (logged,) = [each for each in metrics if each["step"] == line["step"] and "val_reward" in each]
-            assert (logged["val_reward"], logged["val_reward_stderr"]) == pytest.approx((np.mean(line["reward"]), np.std(line["reward"], ddof=1) / 3**0.5))
     assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
     assert not any("<|reserved" in line["answer"] for line in whole.lines("rollouts")), "half of the vocabulary, which the base has never seen"
     report = Report([whole.folder])
