@@ -200,6 +200,14 @@ def test_a_chat_with_tools_has_the_template_tool_use_as_in_transformers(place, w
     assert chat_format.tokenizer.special_ids["<|tools|>"] not in chat_format.encode_prompt([{"role": "user", "content": "<|tools|>"}])
 
 
+def test_the_end_of_a_turn_in_either_template_ends_an_answer(with_template, tmp_path):
+    with_template(CHATML, "<|im_start|>", "<|im_end|>", "<|tools|>", "<|eom|>", special=False)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE.replace("<|im_end|>", "<|eom|>"))
+    chat_format = load_chat_format(load_tokenizer(str(tmp_path)))
+    assert {chat_format.tokenizer.special_ids[name] for name in ("<|im_end|>", "<|eom|>")} <= chat_format.stop_ids
+
+
 def test_named_templates_without_a_default_are_refused_and_the_advice_works(with_template, tmp_path):
     with_template(CHATML, "<|im_start|>", "<|im_end|>")
     template = (tmp_path / "chat_template.jinja").rename(tmp_path / "default")

@@ -304,7 +304,8 @@ def test_a_numpy_file_may_be_called_train_bin(tmp_path):
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])
 @pytest.mark.parametrize("ids, doubt", [
     (np.arange(20_000) % 990, ""), (1 + np.arange(20_000) % 989, "none of 20,000 tokens is 0, the start of a document"),
-    (np.arange(20_000) % 249, "the highest id is 248, of a vocabulary of 1,000"), (np.arange(9_000) % 249, "")])
+    (np.arange(20_000) % 249, "the highest id is 248, of a vocabulary of 1,000"), (np.arange(9_000) % 249, ""),
+    (np.arange(20_000) % 251, "")])
 def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, doubt):
     path = tmp_path / f"train.{'npy' if kind == 'npy' else 'bin'}"
     if kind == "npy":
@@ -322,10 +323,18 @@ def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, do
     assert f"none of {len(ids):,} tokens is 999" in capfd.readouterr().err
 
 
-def test_padding_in_foreign_tokens_is_said(tmp_path, capfd):
-    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(60, int), np.arange(40) + 700])
+@pytest.mark.parametrize("zeros", [60, 51, 50, 40])
+def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, zeros):
+    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(zeros, int), np.arange(100 - zeros) + 700])
     open_train(tmp_path, document_start_id=705)
-    assert "60% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err
+    assert (f"{zeros}% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err) == (zeros > 50)
+
+
+def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):
+    write_llmc(tmp_path / "x_train_0.bin", [0] * 10 + [700] * 10)
+    write_llmc(tmp_path / "x_train_1.bin", [705] * 5 + [700] * 15)
+    open_train(tmp_path, document_start_id=705)
+    assert capfd.readouterr().err == ""
 
 
 def test_narrow_ids_cannot_come_from_a_wide_vocabulary(foreign):

@@ -4,10 +4,10 @@ import errno
 
 import pytest
 import torch.distributed as dist
-from factories import run_ranks
+from factories import is_rank, run_ranks
 
-from common.errors import CheckpointError, DataError
-from parallel.ranks import joined_ranks
+from common.errors import CheckpointError, DataError, SettingsError
+from parallel.ranks import joined_ranks, meet, stop_ranks
 
 WORLD = 3
 
@@ -52,6 +52,27 @@ def talk() -> None:
             ranks.raise_on_all(lambda: fail_to_write(ranks) if ranks.rank == 1 else None)
         assert raised.value.errno == errno.ESTALE, "each rank knows whether to try again"
         print("agreed")
+
+
+def fail_to_plan() -> None:
+    asked = []
+
+    def decide() -> dict:
+        asked.append(True)
+        failure = SettingsError("MAX_STEPS: one line", "SEED: another")
+        failure.errno = errno.ENOSPC
+        raise failure
+
+    with pytest.raises(SettingsError) as raised:
+        meet(decide)
+    assert str(raised.value) == "MAX_STEPS: one line\nSEED: another" and raised.value.on_all_ranks and raised.value.errno == errno.ENOSPC
+    assert len(asked) == is_rank(0), "the others read no settings"
+    print("agreed")
+    stop_ranks()
+
+
+def test_all_ranks_raise_the_error_of_rank_0_s_plan(tmp_path):
+    assert run_ranks(fail_to_plan, world_size=WORLD, folder=tmp_path).count("agreed") == WORLD
 
 
 def test_ranks_look_for_each_other_gather_and_fail_together(tmp_path):
