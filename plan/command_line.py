@@ -130,6 +130,7 @@ def export(plan: Plan) -> None:
 
 
 def set_variables(exports: Mapping[str, str], huge_pages: bool = False) -> None:
+    """Set variables for libraries, unless the environment has them."""
     for name, value in exports.items():
         os.environ.setdefault(name, value)
     configure_allocator(huge_pages)

@@ -42,6 +42,9 @@ SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}  # with one of these, a run has 
 PRESETS_DIR = Path(__file__).parent / "presets"
 LENGTH = ("max_steps", "epochs")  # two ways to set the length of a run
 LENGTHS = {"max_steps", "epochs", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
+# Values with a meaning in other trainers: anywhere, and as flags only.
+ELSEWHERE = {("max_steps", "-1"), *(("training_stage", stage) for stage in ("lora", "qlora", "distillation"))}
+TYPED_ELSEWHERE = {("run_name", "none"), ("run_name", "null"), ("debug", "true")}
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
 
@@ -165,7 +168,8 @@ def read_config_file(path: Path) -> Layer:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         return Layer(problems=[f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
     if not isinstance(content, tuple):
-        return Layer(problems=[f'{path}: expected an object of settings, such as {{"max_steps": 1000}}'])
+        example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
+        return Layer(problems=[f"{path}: expected an object of settings, such as {example}"])
     layer = Layer()
 
     def add(pairs: tuple, section: str = "") -> None:
@@ -287,12 +291,16 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
     # A name of another trainer may need all layers; its max_steps=-1 leaves the length to the epochs.
-    if OTHER_TRAINERS and (any(layer.named or any(
-            isinstance(value, tuple) or str(value) in ("-1", "lora", "qlora", "distillation")
-            for value, _ in layer.values.values()) for layer in layers)
-            or "debug" in flags.values or str(flags.values.get("run_name", ("",))[0]) == "none"):
+    if OTHER_TRAINERS and any(map(means_elsewhere, layers)):
         OTHER_TRAINERS.compute(layers)
     return layers
+
+
+def means_elsewhere(layer: Layer) -> bool:
+    """Return whether a layer has names or values of other trainers."""
+    values = {(name, str(value).lower()) for name, (value, _) in layer.values.items()}
+    is_theirs = layer.named or any(isinstance(value, tuple) for value, _ in layer.values.values())
+    return bool(is_theirs or values & ELSEWHERE or layer.for_this_start and values & TYPED_ELSEWHERE)
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
