@@ -493,7 +493,7 @@ FAULTS = [
     fault("goodput: repeated steps count", "extensions/report/goodput.py", "kept_until = min(max(self.started, reached), last_sign)",
           "kept_until = last_sign", "tests/report/test_goodput.py"),
     fault("health: by unpaired errors", "extensions/report/health.py", "trend and trend.change()", "None", "tests/report/test_health.py"),
-    fault("health: one error is proof", "extensions/report/health.py", "margin, proof, is_few = 2 *", "margin, proof, is_few = 1 *",
+    fault("health: one error is proof", "extensions/report/health.py", "margin, proof = 2 *", "margin, proof = 1 *",
           "tests/report/test_health.py"),
     fault("health: a trivial rise counts", "extensions/report/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_health.py"),
     fault("health: the steep start counts", "extensions/report/health.py", "curve.recent[len(curve.recent) // 2:]", "curve.recent", "tests/report/test_health.py"),
