@@ -9,8 +9,9 @@ written, and torch is not needed. A plan decides in this order, and so do the fu
 3. `keep_record`: a continued run keeps its record (resume_rules.py). These are the three rules:
    - Flags and the process environment apply to this start.
    - A run's record is next, `--config`, `.env` and presets follow, and defaults are last.
-   - Settings that are safe on a resume, MAX_STEPS and EPOCHS still come from `--config`, `.env` and presets.
-     One line lists what else of them is not used. A path counts as the same if its content is.
+   - Exceptions: MAX_STEPS, EPOCHS and the settings that are safe on a resume come from `--config`, `.env` and
+     presets before the record. So `.env` can lengthen a run, but not change its LEARNING_RATE. One line lists
+     what is not used. A path counts as the same if its content is.
 4. `fill_in`: unset settings follow from DEPTH, the start, the stage and the number of steps (derived.py).
 5. `check`: rules between settings (config.py), and what is probably a mistake (messages.py).
 
@@ -97,7 +98,7 @@ class Draft:
 
     layers: list[Layer]  # from lowest to highest priority
     given: Values = field(default_factory=dict)  # explicit settings that apply, and where they are set
-    explicit: frozenset[str] = frozenset()  # settings from flags and the environment
+    for_this_start: frozenset[str] = frozenset()  # settings from flags and the environment
     config: Config = Config()
     asked: Optional[Asked] = None
     start: Start = Start()
@@ -155,7 +156,7 @@ def take_explicit(draft: Draft) -> None:
     layers = draft.layers
     at = {name: number for number, layer in enumerate(layers) for name in layer.values}
     given = draft.given = {name: layers[number].values[name] for name, number in at.items()}
-    draft.explicit = frozenset(name for name, number in at.items() if layers[number].for_this_start)
+    draft.for_this_start = frozenset(name for name, number in at.items() if layers[number].for_this_start)
     draft.notes += notes_on_names(layers, given)
 
     # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
@@ -192,7 +193,7 @@ def choose_start(draft: Draft, known: Known) -> None:
         del given[name]
     draft.config = config.model_copy(update=dict.fromkeys(replaced))
     places = {name: where for name, (_, where) in given.items()}
-    draft.asked = Asked(draft.config, named[0] if named else None, places, draft.explicit)
+    draft.asked = Asked(draft.config, named[0] if named else None, places, draft.for_this_start)
     try:
         draft.start = find_start(draft.asked, known, draft.warnings.append)
     except PaddockError as error:
@@ -238,7 +239,7 @@ def fill_in(draft: Draft) -> None:
     by_start = derived.settings_of_start(config, decided, draft.start)  # its row length limits DEPTH's
     draft.sources = {name: where for name, (_, where) in given.items()}
     draft.sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
-    start, of_model, notes_on_model = model_of_start(draft.start, config, draft.sources, draft.explicit)
+    start, of_model, notes_on_model = model_of_start(draft.start, config, draft.sources, draft.for_this_start)
     draft.start, config = start, config.model_copy(update=by_start | of_model)
     by_heads = {}
     if "n_kv_heads" not in decided | of_model.keys() and config.n_heads % config.n_kv_heads:
@@ -291,7 +292,7 @@ def check(draft: Draft, environ: Mapping[str, str], is_check: bool, elsewhere: b
 
     draft.notes += notes_on_layers(layers, given, environ)
     if complete:
-        draft.notes += notes_on_start(start, config)
+        draft.notes += notes_on_start(start, config, draft.sources)
         if start.kind == "from" and start.folder:
             draft.warnings += check_model(start, config, draft.sources)
     draft.warnings += [*cautions(config, layers, environ, draft.deferred), *missing]

@@ -41,7 +41,7 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def notes_on_start(start: Start, config: Config) -> Iterator[str]:
+def notes_on_start(start: Start, config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """Yield from which step, or from which weights, the run starts."""
     where = "" if start.is_own else f" of {start.folder}"
     if start.continues and not start.is_own and config.start_step is not None:
@@ -49,7 +49,10 @@ def notes_on_start(start: Start, config: Config) -> Iterator[str]:
     elif start.continues:
         yield f"resuming after step {start.step}{where}"
     elif start.folder:
-        yield f"weights from {start.folder}; optimizer, schedule and step restart"
+        where = sources.get("learning_rate", "")  # one in `.env` may be meant for another stage
+        is_of_file = ":" in where and not where.startswith(str(PRESETS_DIR))
+        rate = f", with LEARNING_RATE={config.learning_rate:g} ({where})" * is_of_file
+        yield f"weights from {start.folder}; optimizer, schedule and step restart{rate}"
 
 
 def no_step_left(start: Start, config: Config) -> Iterator[str]:

@@ -30,10 +30,10 @@ SILENT = {"PRESET", "RESUME", "RUN_NAME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE",
 
 
 def applies(name: str, asked: Asked, start: Start) -> bool:
-    """Return whether an explicit setting applies to a run that continues, by the rules of plan/make.py."""
+    """Return whether a setting that somebody set applies to a continued run, by the rules of plan/make.py."""
     record, now = start.state["settings"], getattr(asked.config, name)
     kind, value, stage = on_resume(name), record.get(name.upper()), record["TRAINING_STAGE"]
-    if name in asked.explicit or kind == "safe" or name in LENGTH or now == value:
+    if name in asked.for_this_start or kind == "safe" or name in LENGTH or now == value:
         return True
     if name.endswith("_data_path") and name != f"{stage}_data_path":
         return True  # of another stage

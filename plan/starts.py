@@ -1,8 +1,10 @@
 """Where a run starts, and the model that it starts from. There are three kinds of start, and no fourth:
 
 - `new`: initial weights.
-- `continue`: a checkpoint of the same stage, with its optimizer, step, best loss, reference and base. It is
-  the newest checkpoint of RUN_NAME, the one that RESUME names, or one that a `*_CHECKPOINT` names.
+- `continue`: a checkpoint with its optimizer, step, best loss, reference and base, in the stage of its
+  record. It is the newest checkpoint of RUN_NAME, the one that RESUME names, or one of the stage that the
+  settings choose, which a `*_CHECKPOINT` names. TRAINING_STAGE of `.env` does not count for a run that has
+  checkpoints, and a flag or environment variable that asks for another stage is an error.
 - `from`: the weights of another stage, of another model or of adapters, or of any checkpoint with
   RESET_OPTIMIZER.
 
@@ -96,7 +98,7 @@ class Asked(NamedTuple):
     config: Config  # of all layers, without a record
     setting: Optional[str]  # the START_FROM setting that counts: of the highest layer, this stage's usual one
     sources: Mapping[str, str]  # where each setting is set
-    explicit: frozenset[str]  # settings from flags and the environment
+    for_this_start: frozenset[str]  # settings from flags and the environment
 
     @property
     def named(self) -> Optional[str]:
@@ -108,7 +110,7 @@ class Asked(NamedTuple):
 
     @property
     def usual(self) -> str:
-        """The setting to name in a remedy."""
+        """The stage's usual setting for a start, to name in a remedy."""
         return self.config.usual_start.upper()
 
     def restarts(self, names: Iterable[str]) -> list[str]:
@@ -137,28 +139,30 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
 def find_own(asked: Asked, newest: Path, known: Known, warn: store.Warn) -> Start:
     """Return the start of a run that has checkpoints, of which `newest` is the last."""
     config, run_dir, named, state = asked.config, asked.run_dir, asked.named, store.read_state(newest)
-    # A flag may not ask for another stage in this folder, or for a restart.
+    # Flags and the environment may not ask for another stage in this folder, or for a restart.
     stage = state["settings"]["TRAINING_STAGE"]
-    if "training_stage" in asked.explicit and config.training_stage != stage:
-        is_own = named is None or run_dir.name in (named, Path(named).name)
-        way = f", and set {asked.usual}={newest}" if is_own else "; or RESUME=never moves the old run aside"
+    if "training_stage" in asked.for_this_start and config.training_stage != stage:
+        names_no_other = named is None or run_dir.name in (named, Path(named).name)
+        way = "; or RESUME=never moves the old run aside"
+        if names_no_other:
+            way = f", and set {asked.usual}={newest}"
         raise CheckpointError(f"{run_dir} has a run of TRAINING_STAGE={stage} at {newest.name}, which "
                               f"TRAINING_STAGE={config.training_stage} would overwrite. Choose another "
                               f"RUN_NAME{way}")
-    for name in asked.restarts(asked.explicit):
+    for name in asked.restarts(asked.for_this_start):
         if (value := getattr(config, name)) != state["settings"].get(name.upper()):
             raise SettingsError(f"{in_env(name, value)} would restart the run in {run_dir}, which is at step "
                                 f"{state['progress']['step']}. Choose another RUN_NAME, and set "
                                 f"{asked.usual}={run_dir.name}, or remove {name.upper()}")
 
-    # What the settings name may be the run's start, or one of its steps; else a flag is an error.
+    # What the settings name may be the run's start, or one of its steps. Otherwise, a flag is an error.
     own = Start("continue", str(newest), True, named, step=state["progress"]["step"])
     if named is None or started_from(named, state["progress"], run_dir):
         return own
     try:
         folder = locate(asked, known, warn)
     except CheckpointError:
-        if asked.setting in asked.explicit:
+        if asked.setting in asked.for_this_start:
             raise
         folder = None
     if folder and is_inside(folder, run_dir):
@@ -168,7 +172,7 @@ def find_own(asked: Asked, newest: Path, known: Known, warn: store.Warn) -> Star
         warn(f"{newest} is not used, because the settings name {folder}")
         step = store.read_state(folder)["progress"]["step"]
         return Start("continue", str(folder), True, named, asked.setting, step)
-    if asked.setting in asked.explicit:
+    if asked.setting in asked.for_this_start:
         raise CheckpointError(explain_other_start(newest, folder or named, asked, asked.setting.upper()))
     return own._replace(named=None)  # the plan lists what of .env is not used
 
@@ -183,7 +187,7 @@ def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store
     state = store.read_state(folder)
     setting = (asked.setting or asked.config.usual_start).upper()
     stage = state.get("settings", {}).get("TRAINING_STAGE")
-    wanted = asked.config.training_stage if "training_stage" in asked.explicit else stage
+    wanted = asked.config.training_stage if "training_stage" in asked.for_this_start else stage
     if newest and not is_inside(folder, run_dir):
         setting = "RESUME" if state and stage == wanted else f"RESUME=auto and {setting}"
         raise CheckpointError(explain_other_start(newest, folder, asked, setting))
@@ -192,11 +196,11 @@ def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store
         raise CheckpointError(f"RESUME={path} names {what}, which TRAINING_STAGE={wanted or 'pretrain'} "
                               f"cannot continue. To start from its weights, set {setting}={path} and "
                               "RESUME=auto")
-    for name in asked.restarts(asked.explicit):
+    for name in asked.restarts(asked.for_this_start):
         raise SettingsError(f"{name.upper()} conflicts with RESUME={path}, which continues with the "
                             f"optimizer and the step of the checkpoint; set {setting}={path} and "
                             "RESUME=auto instead, or remove it")
-    if asked.setting in asked.explicit and not started_from(asked.named, state["progress"], run_dir):
+    if asked.setting in asked.for_this_start and not started_from(asked.named, state["progress"], run_dir):
         begun = state["progress"].get("begun_from") or "initial weights"
         raise SettingsError(f"{setting}={asked.named} conflicts with RESUME={path}, a checkpoint of a run "
                             f"that started from {begun}; remove one of them")
@@ -270,7 +274,7 @@ def base_of_adapters(folder: Path, known: Known) -> Path | str:
 def refuse_lora_on_full(asked: Asked, folder: Path) -> None:
     """Raise CheckpointError if LoRA would start from a full checkpoint in the run's own folder."""
     is_full = not store.read_state(folder).get("settings", {}).get("LORA_ENABLED")
-    asks_for_lora = "lora_enabled" in asked.explicit and asked.config.lora_enabled
+    asks_for_lora = "lora_enabled" in asked.for_this_start and asked.config.lora_enabled
     if is_inside(folder, asked.run_dir) and asks_for_lora and is_full:
         raise CheckpointError(f"{folder} is in the folder of RUN_NAME={asked.run_dir.name}, which this run "
                               f"would overwrite. Choose another RUN_NAME, and set {asked.usual}={folder}")
@@ -344,7 +348,7 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
 # --------------------------------------------------------------------------- the model that it starts from
 
 
-def model_of_start(start: Start, config: Config, sources: Mapping[str, str], explicit: Iterable[str]
+def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for_this_start: Iterable[str]
                    ) -> tuple[Start, dict[str, Any], list[str]]:
     """Return the start, perhaps with a cut model, the unset settings that its weights bring, and notes.
 
@@ -364,7 +368,8 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], exp
             values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
-    asks_to_cut = "n_layers" in explicit or "n_layers" in sources and config.training_stage == "pretrain"
+    asks_to_cut = "n_layers" in sources and (
+        "n_layers" in for_this_start or config.training_stage == "pretrain")
     if asks_to_cut and config.n_layers < model.n_layers and config.lora_enabled:
         raise SettingsError(f"N_LAYERS={config.n_layers} cuts the {model.n_layers} layers of {folder}, but "
                             "other programs would open adapters with the whole model; remove N_LAYERS, or "

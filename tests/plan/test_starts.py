@@ -217,6 +217,14 @@ def test_the_command_with_which_a_run_was_reset_continues_it():
     assert "START_STEP=11 would restart" in refused(*SFT, "--run-name", "reset", "--start-step", 11)
 
 
+def test_a_rate_in_a_file_that_a_new_stage_begins_with_is_named():
+    """It may be meant for the stage that the file was written for."""
+    started = plan(*DPO, "--instruct-checkpoint", "tuned", env="MAX_STEPS=9\nLEARNING_RATE=0.001\n")
+    assert any(note.endswith("schedule and step restart, with LEARNING_RATE=0.001 (.env:2)") for note in started.notes)
+    started = plan(*DPO, "--instruct-checkpoint", "tuned", "--learning-rate", 0.001)
+    assert any(note.endswith("schedule and step restart") for note in started.notes)
+
+
 def test_a_start_step_goes_with_a_checkpoint_of_the_stage_or_new_weights():
     continued = plan(*SFT, "--run-name", "new", "--instruct-checkpoint", STEP_3, "--start-step", 2)
     assert (continued.start.kind, continued.config.start_step) == ("continue", 2)
