@@ -245,6 +245,16 @@ class OptimConfig(Section):
     loss_spike_window: ClassVar[int] = 128  # recent losses to compare with
 
     @property
+    def bf16_weights(self) -> bool:
+        """Whether matrices are held in bf16, without a float32 copy."""
+        return self.weight_dtype == "bf16"
+
+    @property
+    def special_update(self) -> bool:
+        """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
+        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
+
+    @property
     def final_learning_rate(self) -> float:
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
 
@@ -504,16 +514,6 @@ class Config(*reversed(SECTIONS)):
     def answer_tokens(self) -> int:
         """Maximum tokens of a generated answer."""
         return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
-
-    @property
-    def bf16_weights(self) -> bool:
-        """Whether matrices are held in bf16, without a float32 copy."""
-        return self.weight_dtype == "bf16"
-
-    @property
-    def special_update(self) -> bool:
-        """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
-        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
 
     @property
     def rows_read(self) -> int:

@@ -41,7 +41,7 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def notes_on_start(start: Start, config: Config, sources: Mapping[str, str]) -> Iterator[str]:
+def notes_on_start(start: Start, config: Config, sources: Mapping[str, str] = {}) -> Iterator[str]:
     """Yield from which step, or from which weights, the run starts."""
     where = "" if start.is_own else f" of {start.folder}"
     if start.continues and not start.is_own and config.start_step is not None:

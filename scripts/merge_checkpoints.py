@@ -39,7 +39,7 @@ def mean(name: str, tensors: Sequence[LazyTensor], weights: Sequence[float]) -> 
         total = sum(weight * tensor.read(start, stop).double() for weight, tensor in zip(weights, tensors))
         return (total / sum(weights)).to(tensors[0].dtype)
 
-    return replace(tensors[0], read=read, source="")
+    return replace(tensors[0], read=read)
 
 
 def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> None:

@@ -111,7 +111,7 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             if mesh or config.world_size == 1:  # DDP's buckets keep the gradients
                 optimizer.zero_grad()
             tracker = Tracker()
-            tracker.track_external(model, *([frozen] if frozen else []))
+            tracker.track_external(model, *map(local_rows, optimizer.state_tensors().values()), *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
             stored = {"advantage_BT": torch.zeros(shape), "length_BT": torch.ones(shape)}  # for GRPO

@@ -32,6 +32,7 @@ from factories import (
 
 import train
 from checkpoint import store
+from common.errors import PaddockError
 from config import Config
 from evaluation import during_run
 from run import run as run_module
@@ -395,6 +396,7 @@ def test_an_error_on_all_ranks_is_printed_by_one_rank_of_each_machine(tiny_run, 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     (tmp_path / "1").mkdir()
+    monkeypatch.setattr(PaddockError, "on_all_ranks", True)
     for expected in (1, 0):
         assert tiny_run().train(PRETRAIN_DATA_PATH="nowhere") == 3
         assert capsys.readouterr().err.count("error: ") == expected

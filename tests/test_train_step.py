@@ -215,10 +215,17 @@ def test_two_ranks_exchange_gradients_in_bf16(tmp_path):
     run_ranks(check_bf16, world_size=2, folder=tmp_path)
 
 
+def hold_in_bf16(model: torch.nn.Module) -> None:
+    """As model_utils does with WEIGHT_DTYPE=bf16."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data, parameter.is_held = parameter.data.bfloat16(), True
+
+
 def check_bf16_weights() -> None:
     """The mean of all rows' gradients, which one process without ranks computes."""
     ranks, batches = start_ranks("cpu", 60), uneven_batches(2)
-    settings = {"MAX_GRAD_NORM": 0, "WEIGHT_DTYPE": "bf16", "plant": lambda model: model.to(torch.bfloat16)}
+    settings = {"MAX_GRAD_NORM": 0, "WEIGHT_DTYPE": "bf16", "plant": hold_in_bf16}
     whole, expected, _ = a_step(batches, **settings)
     result, gradients, _ = a_step(batches[ranks.rank * 2:ranks.rank * 2 + 2], ranks=ranks, **settings)
     assert result.grad_norm == pytest.approx(whole.grad_norm, rel=0.02) and furthest(expected, gradients) < 0.02

@@ -331,7 +331,7 @@ def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"EPOCHS": 2, "MAX_STEPS": None}, "EPOCHS=2 needs the size of the data"),
+    ({"EPOCHS": 2, "MAX_STEPS": None}, "needs MAX_STEPS, the length of the run"),
     ({"MAX_STEPS": None}, "PREPARE_AHEAD=true needs MAX_STEPS"),
     ({"TRAINING_STAGE": "sft", "RANDOM_INIT": "true"}, "works with TRAINING_STAGE=pretrain, not with sft")])
 def test_what_needs_all_data_is_refused(tmp_path, prepared, whole, capfd, settings, message):

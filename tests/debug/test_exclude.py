@@ -114,12 +114,12 @@ def test_the_steps_that_are_affected_are_those_whose_targets_change(stages):
     """Also by a document of which a row has only the first token, as its last target."""
     _, rows, tokenizer = opened(stages, "pretrain", MAX_SEQ_LEN=16)
     excluded = exclude(rows, tokenizer, [Selector("find", "cow met")])
-    batches, first = [], excluded.sources[0].source.starts_E
+    batches, first = [], excluded.rows.sources[0].source.starts_E
     for row in range(len(rows)):
         before, after = (each(np.array([row])).targets_BT[0] for each in (rows, excluded.rows))
         assert excluded.affects(np.array([row])) == (not torch.equal(before, after))
         batches.append([*np.flatnonzero(before != after)])
-    assert [15] in batches and [] in batches and any((first % 16 == 0)[excluded.sources[0].out_E.nonzero()])
+    assert [15] in batches and [] in batches and any((first % 16 == 0)[excluded.rows.sources[0].out_E.nonzero()])
 
 
 def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_path):

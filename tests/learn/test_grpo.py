@@ -246,7 +246,7 @@ VALUES = {  # what answers are worth, by their text; None: it is not understood
     r"\boxed 5": 5, r"$\boxed5$": 5, r"\boxed{\boxed{3}}": 3, "so 5\n#### 72": 72, "#### Step 2\nIt is 9": 9, r"\boxed{x=-5}": -5, r"\boxed{f(2) = 5}": 5,
     r"\boxed{90^{\circ}}": 90, "5 m²": 5, r"-\$12.50": "-25/2", "7 / 2": "7/2", r"\boxed{\frac{\frac{1}{2}}{3}}": "1/6", r"\boxed{\dfrac{3}{-4}}": "-3/4",
     "The answer is 2 + 2 = 4.": 4, "The answer is 42. I checked it in 3 ways.": 42, "The answer is 5? No, the answer is 7, not 5.": 7, "The answer is not 5. It must be 6.": 6, "ANSWER: 5 of 9": 5,
-    "The answers are 5 and 9": 5, "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
+    "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
     "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "<answer>5</answer> No: <answer>7</answer>": 7, r"\boxed{5}? No: \boxed{7}": 7, "5 million": 5000000, "2 hundred": 200, "3 thousand": 3000, "1.5 billion": 1500000000, "2 trillion": 2 * 10**12,
     "It costs 5 (10 before).": 10, "total 5\n* 6 pears": 6, "１２": 12,
     **dict.fromkeys(["none", "1,5", "(1, 2)", r"2\pi", r"\boxed{\sqrt{2}}", r"\boxed{\{1, 2\}}", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{a}{2}}", "2x", "3 + 4i",

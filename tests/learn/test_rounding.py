@@ -10,7 +10,7 @@ import torch
 from factories import MODES, ONLINE, TinyRun, assert_same_run, model_without_weights
 
 from checkpoint.tensors import open_tensors, read_all
-from config import Config, rules
+from config import Config, mps_rules, rules
 from extensions import rounding
 from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of, random_bits, round_into
 from learn.optim import Optimizer, clip_scale
@@ -131,8 +131,9 @@ def test_every_update_has_other_bits(optimizer):
     model, optimizer = tiny_model(weight_dtype="bf16", weight_decay=0.1 * 2**-7 / 1.5, optimizer=optimizer)
     matrix = model.layers[0].feed_forward.w1.weight
     matrix.data.fill_(1.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     for _ in range(30):
-        matrix.grad = torch.zeros_like(matrix)
         optimizer.step(1.0)
     shrunk = (1.5 - matrix.detach().float()) * 2**7
     assert float(shrunk.mean()) == pytest.approx(3, abs=0.2) and float(shrunk.std()) == pytest.approx(math.sqrt(30 * 0.1 * 0.9), abs=0.2)
@@ -341,8 +342,7 @@ def spoil_a_gradient() -> None:
 REFUSED = [
     (BF16 | {"LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "WEIGHT_DTYPE=bf16 is for full training"),
     ({"OPTIMIZER_DTYPE": "bf16", "LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "OPTIMIZER_DTYPE=bf16 is for full"),
-    (BF16 | {"PRECISION": "fp16", "DEVICE": "auto"}, "PRECISION=fp16 does not work with WEIGHT_DTYPE=bf16"),
-    (BF16 | {"DEVICE": "mps"}, "WEIGHT_DTYPE=bf16 does not work on an Apple GPU"),
+    (BF16 | {"PRECISION": "fp16", "DEVICE": "auto"}, "PRECISION=fp16 and its loss scale do not work with WEIGHT_DTYPE=bf16"),
     *((BF16 | BACKWARD | changes, f"UPDATE_IN_BACKWARD=true does not work with {feature}") for changes, feature in (
         ({"DEBUG": "true"}, "DEBUG=true"), ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip"),
         ({"REPRODUCIBLE": "true"}, "REPRODUCIBLE=true"),
@@ -360,6 +360,10 @@ def test_what_does_not_work_is_refused(settings, error, prepared, tmp_path):
     flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (prepared.settings() | settings).items()]
     with pytest.raises(Exception, match=re.escape(error)):
         make_plan(flags, {})
+
+
+def test_it_is_refused_on_an_apple_gpu():
+    assert [*mps_rules(Config(weight_dtype="bf16"))] == ["WEIGHT_DTYPE=bf16 does not work on an Apple GPU; set it to fp32, or set DEVICE=cpu"]
 
 
 def test_an_unknown_optimizer_is_refused_by_name():

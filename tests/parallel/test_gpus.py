@@ -57,7 +57,7 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(requested, visible, rea
 
 @pytest.mark.parametrize("text", ["", "idle", "idle:0", "idle:-1", "idle:x", "3,", "3,3", "03,3", "a", "-1", "1.5", "all"])
 def test_what_means_nothing_is_refused(text):
-    with pytest.raises(ArgumentTypeError, match="such as 3,5, or idle:2"):
+    with pytest.raises(ArgumentTypeError, match="such as 3,5, idle:2 or least:2"):
         GpuRequest.parse(text)
 
 

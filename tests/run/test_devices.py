@@ -166,7 +166,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def test_a_run_on_a_simulated_apple_gpu_saves_resumes_and_learns_as_on_a_cpu(prepared, tmp_path, monkeypatch):
-    settings = {"PRECISION": "bf16", "SAVE_EVERY": 2, "MAX_STEPS": 4, "SAMPLE_EVERY": 0}
+    settings = {"PRECISION": "bf16", "SAVE_EVERY": 1, "MAX_STEPS": 4, "SAMPLE_EVERY": 0}
     expected = TinyRun(prepared, tmp_path / "cpu", **settings).trained()
     calls, generator = [], torch.Generator
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from commands import ROOT, listening, python
@@ -146,6 +147,8 @@ def test_the_served_page_follows_the_run_and_writes_nothing(server, folder):
     run, = next_data(stream)["runs"]
     assert run["step"] == 7 and run["curves"]["train_loss"]["y"][-1] == 1.25
     # A resumed run has taken two steps back.
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(f'{{"time": {time.time()}, "step": 4, "event": "start"}}\n')
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.tmp").write_text("".join(lines[:5]))
     (folder / "metrics.tmp").replace(folder / "metrics.jsonl")

@@ -103,7 +103,7 @@ IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
     (partial(act, 1, 3, stall_in_a_forward), 1, "rank 0 is in backward (step 3), rank 1 is in forward (step 3); no rank made progress",
      {0: "backward", 1: "stall"}),
     (partial(on_such_a_disk, stall), 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}; no rank made progress",
-     {0: "stall", 1: "all_agree"})])
+     {0: "stall", 1: "gather_or_raise"})])
 def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, message, stacks_of, tiny_run, tmp_path):
     run = tiny_run()
     job = run.start(WORLD, partial(patiently, tmp_path / "began", plant), DISTRIBUTED_TIMEOUT=TIMEOUT)
