@@ -40,7 +40,7 @@ INTENDED: list[tuple[str, str]] = [
     (r"distill.*: .*trainer_state.json", "the teacher's weights belong to the identity of a run"),
     (r"^(dpo|kto).*: stored outputs", "the note on a stored reference has the identity of its configuration")]
 # Names of settings and state that the reference does not record, or with another default.
-NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH"]
+NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH", "memory_forecast_gib"]
 # Settings that only the reference records.
 GONE_SETTINGS: list[str] = []
 STEPS, MIDDLE = 6, 3
