@@ -256,18 +256,19 @@ def configure_allocator(huge_pages: bool = True) -> None:
 
 
 def choose_waiting(statistics: Path = Path("/proc/self/schedstat")) -> None:
-    """Choose how long OpenMP's threads spin while they wait for each other, unless the user does.
+    """Keep OpenMP's threads from spinning while they wait for each other if the machine is busy.
 
     GNU's default is 300,000 turns. On a busy machine, a spinning thread keeps the one that it waits for from
-    running: training took ten times as long. Results do not depend on it. Call it before importing torch.
+    running: training took ten times as long. On an idle one, spinning is faster. Results do not depend on it.
+    What the user sets is kept. Call it before importing torch.
     """
     try:
         ran, waited, _ = map(int, statistics.read_text().split())
     except (OSError, ValueError):  # not Linux
         ran, waited = 1, 0
     is_busy = waited > 0.15 * ran  # with two other programs on two cores, it is 0.3 to 0.6; idle, 0.01
-    if not any(name in os.environ for name in WAITING):
-        os.environ.update(zip(WAITING[:2], ("0", "0") if is_busy else ("1000", "1"), strict=True))
+    if is_busy and not any(name in os.environ for name in WAITING):
+        os.environ.update(dict.fromkeys(WAITING[:2], "0"))
 
 
 def why_no_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> Optional[str]:
