@@ -176,7 +176,7 @@ def compute(layers: Sequence) -> None:
     """Set what depends on the settings of all layers: defaults, numbers of rows, and the data of a stage."""
     for layer in layers:
         if layer.for_this_start and str(layer.values.get("run_name", ("",))[0]).lower() in ("none", "null"):
-            layer.notes["run_name="] = "RUN_NAME=none is no name: a name with the date is chosen"
+            layer.notes["run_name="] = "RUN_NAME=none means no name: the run is named by its stage and date"
         if layer.for_this_start and str(layer.values.get("debug", ("",))[0]).lower() == "true" and not any(
                 "debug" in str(each.values.get("preset", ("",))[0]) for each in layers):
             layer.notes["debug="] = ("DEBUG=true looks for the first module whose output is not finite; a "
