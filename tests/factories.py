@@ -44,7 +44,7 @@ from run import folder as run_folder
 from run.log import CLOCKS
 from run.run import Progress
 
-METRICS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+FILES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "files.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
 
@@ -269,11 +269,11 @@ class TinyRun:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def metrics(self) -> list[dict]:
-        """The lines of metrics.jsonl; docs/metrics.md describes each of their names."""
-        rows = re.findall(r"^\| (`.*?`) \|", METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+        """The lines of metrics.jsonl; docs/files.md describes each of their names."""
+        rows = re.findall(r"^\| (`.*?`) \|", FILES_PAGE.read_text(encoding="utf-8").partition("\n## Metrics\n")[2], re.MULTILINE)
         lines, known = self.lines("metrics"), re.findall(r"`([\w*]+)`", " ".join(rows).replace("NAME", "*"))
         for name in {name.removeprefix("val_") for line in lines for name in line}:
-            assert any(fnmatch(name, pattern.removeprefix("val_")) for pattern in known), f"docs/metrics.md lacks {name}"
+            assert any(fnmatch(name, pattern.removeprefix("val_")) for pattern in known), f"docs/files.md lacks {name}"
         return lines
 
     def column(self, name: str) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Write .env.example and the generated tables of the documents; or docs/gpu.md.
+"""Write .env.example and the generated tables of the documents; or those of a GPU into scripts/gpu/README.md.
 
     python scripts/dev/write_docs.py
     python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl
@@ -153,16 +153,42 @@ def method_rows() -> Iterator[list[str]]:
         yield [method, *(f"`{presets[-1]}`" if presets else "none" for presets in fitting)]
 
 
+def result_rows(only_readme: bool = False) -> dict[str, list[list[str]]]:
+    """The rows of docs/results.json by table; of the README, those that are marked for it."""
+    names = ("question", "compared", "answer", *(() if only_readme else ("runs",)), "verdict")
+    return {name: [[row[key] for key in names] for row in table["rows"] if not only_readme or row.get("readme")]
+            for name, table in json.loads((ROOT / "docs/results.json").read_text("utf-8")).items()}
+
+
+ABOUT = {"resume": "Crashes and resuming", "start": "Starting a run", "files": "Checkpoints and files",
+         "ranks": "Several ranks", "training": "Training, data and tokenizers", "pages": "Report, server and secrets"}
+
+
+def promises() -> Iterator[str]:
+    """The rows of tests/promises.json, each with its tests, under the headings of ABOUT."""
+    found = json.loads((ROOT / "tests/promises.json").read_text("utf-8")).items()
+    for about, heading in ABOUT.items():
+        rows = ((number, each["fault"], each["result"], "<br>".join(f"`{test}`" for test in each["tests"]))
+                for number, each in found if each["about"] == about)
+        yield from ("", f"## {heading}", *table("", "fault", "result", "tests", rows=rows)[:-1])
+    yield ""
+
+
 def generated() -> dict[str, str]:
     """The text of .env.example and of each page with generated tables, which stand between comments."""
     pages = {"architecture": {"lines": table("read", "lines", rows=reading_order())},
              "settings": {"settings": settings_tables()},
              "files": {"exit codes": table("code", "meaning", rows=exit_codes())}}
     parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.content) for part in PARTS)
+    pages["../scripts/gpu/README"] = {"parts": table("part", "group", "time limit", "content", rows=parts)}
     cards = [f"{memory} GB" for memory in CARDS]
-    models = table("model", "trained", *cards, rows=model_rows())
-    pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts), "models": models}
-    pages["../README"] = {"cards": table("trained", *cards, rows=method_rows())}
+    pages["gpu"] = {"cards": table("trained", *cards, rows=method_rows()),
+                    "models": table("model", "trained", *cards, rows=model_rows())}
+    pages["promises"] = {"promises": promises()}
+    heading = ("question", "compared with", "Paddock", "runs", "verdict")
+    pages["results"] = {name: table(*heading, rows=rows) for name, rows in result_rows().items()}
+    shown = [row for rows in result_rows(only_readme=True).values() for row in rows]
+    pages["../README"] = {"results": table(*heading[:3], heading[-1], rows=shown)}
     texts = {os.path.normpath(f"docs/{page}.md"): with_tables(page, tables) for page, tables in pages.items()}
     return {".env.example": env_example(), **texts}
 
@@ -194,7 +220,7 @@ def found(records: list[dict[str, Any]]) -> list[str]:
             last[record["part"]] = record
     if "capability" not in machine:
         device = machine.get("device", "an unknown device")
-        raise DataError(f"--gpu-results: these are results of {device}, and docs/gpu.md is about a GPU; give "
+        raise DataError(f"--gpu-results: these are results of {device}, and scripts/gpu/README.md is about a GPU; give "
                         "those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
     rows = ((record["part"], verdict(record), f"{record['seconds']:.0f}", cell(record["error"] or ""))
@@ -245,7 +271,8 @@ def main() -> None:
             records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise DataError(f"--gpu-results {results} cannot be read: {error}") from error
-        (ROOT / "docs" / "gpu.md").write_text(with_tables("gpu", {"results": found(records)}), "utf-8")
+        page = with_tables("../scripts/gpu/README", {"results": found(records)})
+        (ROOT / "scripts/gpu/README.md").write_text(page, "utf-8")
     for path, text in generated().items():
         (ROOT / path).write_text(text, encoding="utf-8")
 
