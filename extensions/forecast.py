@@ -71,7 +71,7 @@ MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
-# Dense bf16 of the GPU that a plan assumes, and the share of it that the run reaches, as in docs/scaling.md.
+# Dense bf16 of the GPU that a plan assumes, and the share of it that the run reaches, as in docs/gpus.md.
 H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
 
 

@@ -112,7 +112,7 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
 def huge_pages_pay(config: Config) -> bool:
     """Return whether new memory for the vocabulary's gradients, which costs page faults, dominates a step.
 
-    Other tensors reuse memory, which page alignment only fragments (docs/dev/log.md, 2026-11-26).
+    Other tensors reuse memory, which page alignment only fragments (docs/dev/log.md).
     """
     in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
     return not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)

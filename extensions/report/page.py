@@ -40,7 +40,7 @@ class Report:
         return tuple(run.signature() for run in self.runs)
 
     def data(self, live: bool = False) -> dict[str, Any]:
-        """The page's data, as JSON; docs/contracts.md describes it."""
+        """The page's data, as JSON; docs/architecture.md describes it."""
         last = {name: run.value(name) for run in self.runs for name in run.curves}
         names = [run.name for run in self.runs]
         on_cpu = [str(process.events[0].get("device")).startswith("CPU")

@@ -2,7 +2,7 @@
 
     python scripts/dev/benchmark_hellaswag.py ITEMS --tokenizer FILE
 
-The model is random: 17 layers of dim 128, as in docs/benchmarks.md.
+The model is random: 17 layers of dim 128, as in docs/results.md.
 """
 
 import logging

@@ -153,15 +153,25 @@ def method_rows() -> Iterator[list[str]]:
         yield [method, *(f"`{presets[-1]}`" if presets else "none" for presets in fitting)]
 
 
-def result_rows(only_readme: bool = False) -> dict[str, list[list[str]]]:
-    """The rows of docs/results.json by table; of the README, those that are marked for it."""
-    names = ("question", "compared", "answer", *(() if only_readme else ("runs",)), "verdict")
-    return {name: [[row[key] for key in names] for row in table["rows"] if not only_readme or row.get("readme")]
-            for name, table in json.loads((ROOT / "docs/results.json").read_text("utf-8")).items()}
+def result_tables() -> tuple[dict[str, list[str]], list[str]]:
+    """The tables of docs/results.md by name, and that of the README: the rows with words for it."""
+    columns = {"question": "question", "compared": "compared with", "answer": "Paddock", "runs": "runs",
+               "verdict": "verdict"}
+    groups = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
+
+    def of(rows: list[dict[str, str]], names: list[str]) -> list[str]:
+        return table(*map(columns.get, names), rows=([cell(row[name]) for name in names] for row in rows))
+
+    marked = [row | row["readme"] for group in groups.values() for row in group["rows"] if "readme" in row]
+    tables = {}
+    for name, group in groups.items():
+        tables[name] = [*of(group["rows"], list(columns)), f"`{group['command']}`, {group['date']}.", ""]
+    return tables, of(marked, ["question", "compared", "answer", "verdict"])
 
 
 ABOUT = {"resume": "Crashes and resuming", "start": "Starting a run", "files": "Checkpoints and files",
-         "ranks": "Several ranks", "training": "Training, data and tokenizers", "pages": "Report, server and secrets"}
+         "ranks": "Several ranks", "training": "Training, data and tokenizers",
+         "pages": "Report, server and secrets"}
 
 
 def promises() -> Iterator[str]:
@@ -185,10 +195,8 @@ def generated() -> dict[str, str]:
     pages["gpu"] = {"cards": table("trained", *cards, rows=method_rows()),
                     "models": table("model", "trained", *cards, rows=model_rows())}
     pages["promises"] = {"promises": promises()}
-    heading = ("question", "compared with", "Paddock", "runs", "verdict")
-    pages["results"] = {name: table(*heading, rows=rows) for name, rows in result_rows().items()}
-    shown = [row for rows in result_rows(only_readme=True).values() for row in rows]
-    pages["../README"] = {"results": table(*heading[:3], heading[-1], rows=shown)}
+    pages["results"], in_readme = result_tables()
+    pages["../README"] = {"results": in_readme}
     texts = {os.path.normpath(f"docs/{page}.md"): with_tables(page, tables) for page, tables in pages.items()}
     return {".env.example": env_example(), **texts}
 
@@ -220,8 +228,8 @@ def found(records: list[dict[str, Any]]) -> list[str]:
             last[record["part"]] = record
     if "capability" not in machine:
         device = machine.get("device", "an unknown device")
-        raise DataError(f"--gpu-results: these are results of {device}, and scripts/gpu/README.md is about a GPU; give "
-                        "those of bash scripts/gpu_suite.sh --device cuda")
+        raise DataError(f"--gpu-results: these are results of {device}, and scripts/gpu/README.md is about a "
+                        "GPU; give those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
     rows = ((record["part"], verdict(record), f"{record['seconds']:.0f}", cell(record["error"] or ""))
             for record in shown)

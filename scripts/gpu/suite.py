@@ -7,9 +7,9 @@
 
 Each part is a separate process with a time limit (scripts/gpu/parts.py). The suite continues if a part fails,
 hangs or is killed, and skips what is not installed. --output gets figures.jsonl (each figure at once),
-results.jsonl (each part at its end), a table and an archive of the console output. To turn the results into
-scripts/gpu/README.md, run `python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl`. The exit code is 1
-if a part failed.
+results.jsonl (each part at its end), a table and an archive of the console output.
+`python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl` writes the results into
+scripts/gpu/README.md. The exit code is 1 if a part failed.
 
 This file imports only the standard library, so that it can report missing packages.
 """
@@ -208,8 +208,8 @@ class Suite:
         """Print and write the table, and archive the text files of all parts; delete the rest."""
         name = self.options.parts if self.options.parts in MINUTES else "suite"
         text = table(results)
-        print(f"\nThe results are in {self.output}. To update scripts/gpu/README.md, run scripts/dev/write_docs.py "
-              f"--gpu-results {self.output / RESULTS}.\n\n{text}", flush=True)
+        print(f"\nThe results are in {self.output}. To update scripts/gpu/README.md, run "
+              f"scripts/dev/write_docs.py --gpu-results {self.output / RESULTS}.\n\n{text}", flush=True)
         with suppress(OSError):
             (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
             with tarfile.open(self.output / f"{name}.tar.gz", "w:gz") as archive:

@@ -1,4 +1,4 @@
-"""The folder is what docs/deploy.md says that vLLM, llama.cpp and Ollama expect."""
+"""The folder is what docs/serving.md says that vLLM, llama.cpp and Ollama expect."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from commands import ROOT
 from scripts.convert_to_gguf import OLLAMA
 from tokenizer import PATTERN
 
-DEPLOY = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def content(folder: Path, name: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):
 
 def test_the_files_and_scripts_that_the_recipes_name_exist(whole):
     found = {path.name for path in whole.checkpoint(6).iterdir()}
-    named = {name for name in re.findall(r"`([\w.]+\.(?:json|safetensors|jinja|md))`", DEPLOY)} - {"paddock_adapter.json"}
+    named = {name for name in re.findall(r"`([\w.]+\.(?:json|safetensors|jinja|md))`", SERVING)} - {"paddock_adapter.json"}
     assert named <= found
     scripts = {path.name for path in (ROOT / "scripts").iterdir()} | {"chat.py"}
-    assert {*re.findall(r"python scripts/(\w+\.py)", DEPLOY)} <= scripts
+    assert {*re.findall(r"python scripts/(\w+\.py)", SERVING)} <= scripts

@@ -114,7 +114,7 @@ def test_copies_on_single_ranks_compute_the_bits_of_ddp(feature, precision, stag
         runs.append(run_with(stages, feature, tmp_path / str(len(runs))))
         job = runs[-1].start(2, PRECISION=precision, **settings)
         assert job.wait() == [0, 0], job.text()
-    if feature == "pretrain" and torch.__version__ >= (2, 15):  # differs by rounding; docs/dev/log.md
+    if feature == "pretrain" and torch.__version__ >= (2, 15):  # differs by rounding
         ddp, sharded = (load_file(run.checkpoint(4) / "model.safetensors") for run in runs)
         torch.testing.assert_close(sharded, ddp, rtol=0, atol=1e-6)
         return

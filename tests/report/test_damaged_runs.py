@@ -26,7 +26,7 @@ Number = Optional[float]
 
 
 class PageRun(BaseModel):
-    """What the page's script relies on; docs/contracts.md has all of it."""
+    """What the page's script relies on; docs/architecture.md has all of it."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

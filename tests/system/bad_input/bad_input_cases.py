@@ -1,4 +1,4 @@
-"""The cases of test_bad_input.py (rows 21 to 28 of docs/reliability.md): a folder in which every command works, and ways to spoil it.
+"""The cases of test_bad_input.py (promises 21 to 28 of docs/promises.md): a folder in which every command works, and ways to spoil it.
 
 Errors whose remedy is tried in test_remedies.py are not repeated here.
 """

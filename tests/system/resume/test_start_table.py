@@ -41,6 +41,8 @@ IN_ERRORS = ("RUN_NAME", "RESUME", "RESET_OPTIMIZER", "START_STEP", "MAX_STEPS",
 REMEDY = "if it is meant so: python tests/system/resume/test_start_table.py --write"
 INTRODUCTION = f"""# How a run starts
 
+This page is for those who combine `RUN_NAME`, `RESUME`, `*_CHECKPOINT` and `RESET_OPTIMIZER`, and ask what a start will do.
+
 All combinations of the settings of a start, with `TRAINING_STAGE=sft` and `MAX_STEPS={MAX_STEPS}`. The existing run has a checkpoint of step {OWN_STEP}, the other sft run
 one of step {OTHER_STEP}. Both started from the same pretrained model, "its start". An empty cell equals the first cell of outcomes. A number is the exit code of a
 refused start, followed by the settings that the error names.
