@@ -165,7 +165,7 @@ def result_tables() -> tuple[dict[str, list[str]], list[str]]:
     marked = [row | row["readme"] for group in groups.values() for row in group["rows"] if "readme" in row]
     tables = {}
     for name, group in groups.items():
-        tables[name] = [*of(group["rows"], list(columns)), f"`{group['command']}`, {group['date']}.", ""]
+        tables[name] = [*of(group["rows"], list(columns)), f"With `{group['command']}`, {group['date']}.", ""]
     return tables, of(marked, ["question", "compared", "answer", "verdict"])
 
 
@@ -175,10 +175,14 @@ ABOUT = {"resume": "Crashes and resuming", "start": "Starting a run", "files": "
 
 
 def promises() -> Iterator[str]:
-    """The rows of tests/promises.json, each with its tests, under the headings of ABOUT."""
+    """The rows of tests/promises.json, each with its tests, whose names are sentences, under headings."""
+    def sentence(test: str) -> str:
+        file, _, name = test.partition("::test_")
+        return f"`{file}`" + f": {name.replace('_', ' ')}" * bool(name)
+
     found = json.loads((ROOT / "tests/promises.json").read_text("utf-8")).items()
     for about, heading in ABOUT.items():
-        rows = ((number, each["fault"], each["result"], "<br>".join(f"`{test}`" for test in each["tests"]))
+        rows = ((number, each["fault"], each["result"], "<br>".join(map(sentence, each["tests"])))
                 for number, each in found if each["about"] == about)
         yield from ("", f"## {heading}", *table("", "fault", "result", "tests", rows=rows)[:-1])
     yield ""
