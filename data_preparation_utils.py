@@ -10,8 +10,6 @@ import argparse
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from glob import escape, glob
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, describe_counts, name_set, prepare, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
-from data_pipeline.sources import SHORTCUTS, Source, format_of, list_files, local_files, source_of
+from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of, validation_split
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
 from plan.command_line import export
@@ -206,10 +204,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
                             f"hub, or one of {', '.join(NAMES[kind])}")
     source = flags.source or "fineweb-edu"
     described = source_of(source, NAMES[kind], **fields)
-    if not holds_out and described.path and described.split is None:  # a folder may have such a split
-        with suppress(DataError, SettingsError):
-            list_files(held_out := replace(described, split="validation"))
-            described = held_out
+    if not holds_out:
+        described = validation_split(described)
     folder = prepare_set(kind, described, output, options)
     return folder if only_plan else name_set(folder, source)
 

@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -748,6 +748,32 @@ def _import_datasets(source: str) -> Any:
     datasets.config.TORCH_AVAILABLE = False  # streams would import it for its DataLoader: 3 s and 200 MB
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
     return datasets
+
+
+VALIDATION_SPLITS = ("validation", "valid", "val", "dev")  # on the hub; `datasets` maps a folder's names
+
+
+def validation_split(source: Source) -> Source:
+    """Return the validation split of a source if it has one, else the source as given."""
+    if source.split is not None:
+        return source
+    if not source.name:
+        with suppress(DataError, SettingsError):
+            list_files(held_out := replace(source, split="validation"))
+            return held_out
+        return source
+    datasets = _import_datasets(f"{source.name}, a dataset of the hub,")
+    copy = remote_data.cached_dataset(source.name, source.config, source.revision)
+    with reading_errors(source.name):
+        if copy and (info := copy / "dataset_info.json").is_file():  # Arrow files of a whole config
+            splits = json.loads(info.read_text(encoding="utf-8")).get("splits") or {}
+        else:
+            splits = remote.retry(source.name, lambda: datasets.get_dataset_split_names(
+                str(copy or source.name), source.config or None, revision=source.revision or None))
+    split = next((name for name in VALIDATION_SPLITS if name in splits), None)
+    remote_data.say_once(f"{source.name}: for validation, its {split} split is read" if split else
+                         f"{source.name} has no validation split; for validation, its train split is read")
+    return replace(source, split=split)
 
 
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:

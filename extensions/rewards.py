@@ -16,6 +16,7 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -71,8 +72,15 @@ def final_answer(text: str, prompt: str = "") -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text; 72.0, which tables with gaps make of 72, is 72."""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    """Return a value as text; of tables' floats, 72.0 is 72, a float32's 0.1 is 0.1, and NaN is a gap."""
+    if not isinstance(value, float):
+        return str(value)
+    if math.isnan(value):
+        return ""
+    if value.is_integer():
+        return str(int(value))
+    short = float(f"{value:.7g}")
+    return str(short if c_float(short).value == value else value)
 
 
 # Columns with the reference answer, best first; `reward_model.ground_truth` is verl's.

@@ -23,7 +23,15 @@ import zstandard
 from common.errors import DataError, SettingsError
 from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
-from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
+from data_pipeline.sources import (
+    Reading,
+    Source,
+    identify,
+    read_records,
+    read_texts,
+    source_of,
+    validation_split,
+)
 from extensions.inference.text import read_prompts
 
 
@@ -416,6 +424,18 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
     assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
         list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
+
+
+@pytest.mark.parametrize("files, split", [(["train", "validation"], "validation"), (["train", "dev"], "dev"), (["train", "test"], None)])
+def test_validation_data_of_the_hub_is_the_split_of_that_name(files, split, tmp_path, capsys):
+    for name in files:
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(name))
+    configs = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name in files)
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:{configs}\n---\n")
+    source = Source(name=str(tmp_path))
+    assert validation_split(source) == replace(source, split=split)
+    assert f"for validation, its {split or 'train'} split is read" in capsys.readouterr().err
+    assert validation_split(replace(source, split="test")).split == "test"
 
 
 def test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity(monkeypatch):

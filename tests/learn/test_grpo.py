@@ -1,5 +1,6 @@
 """GRPO compared with TRL, the invariants of its loss and advantages, and the built-in rewards."""
 
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -263,6 +264,12 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
         assert BUILT_IN["math"]("prompt", rf"\boxed{{{value}}}", {"answer": answer}) == 1, "the reference is read alike"
 
 
+@pytest.mark.parametrize("value, text", [(np.float32(0.1).item(), "0.1"), (0.1, "0.1"), (1 / 3, str(1 / 3)), (1e22, "1" + 22 * "0"),
+    (np.float32(-2.56e-5).item(), "-2.56e-05"), (math.nan, "")])
+def test_a_number_of_a_table_has_the_text_that_was_written_there(value, text):
+    assert text_of(value) == text
+
+
 @pytest.mark.parametrize("answer, right", [
     ("<think>72? No.</think>It is 9.", ""), ("<think>So 72.</think>72", "exact contains math"), ("It is 72.", "contains math"), ("72", "exact contains math"),
     ("<think>9</think><think>It is 72", ""), ("[THINK]9[/THINK]\n72\n", "exact contains math"), ("9</think>\n\n72", "exact contains math"),
@@ -277,7 +284,7 @@ def test_all_rewards_and_exact_match_see_the_answer_after_the_thoughts(answer, r
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "math"])
-@pytest.mark.parametrize("answer", [None, "", " \n", ["5"], {"value": 5}], ids=repr)
+@pytest.mark.parametrize("answer", [None, math.nan, "", " \n", ["5"], {"value": 5}], ids=repr)
 def test_an_answer_that_is_no_text_or_number_is_an_error_and_no_reward(name, answer):
     with pytest.raises(ValueError, match="the record's answer is .*, expected text or a number; correct the record"):
         BUILT_IN[name]("prompt", "None", {"answer": answer})
