@@ -87,7 +87,7 @@ class DataConfig(Section):
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl, .parquet, ...)")
     eval_tasks: Optional[str] = safe(
         None, "more multiple-choice sets, scored as written: name:file,name:file,...", separator=",")
-    tokenizer_path: Optional[str] = by_content(None, "tiktoken BPE file, tokenizer.json, or hub name")
+    tokenizer_path: Optional[str] = by_content(None, "tiktoken BPE file, tokenizer.json, run, or hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = by_content(
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")

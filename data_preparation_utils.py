@@ -17,7 +17,7 @@ from common.command_line import CommandParser, filled, number
 from common.errors import DataError, SettingsError, local_path
 from common.files import disk_errors
 from common.text import COMMANDS, PROGRAM, is_url, show
-from config import KINDS, Config, PreparationConfig
+from config import KINDS, START_FROM, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
@@ -122,8 +122,10 @@ def non_empty(text: str) -> str:
 
 def used_settings(kind: str) -> list[str]:
     """Return the settings that a preparation uses."""
-    names = ["tokenizer_path", "tokenizer_backend", *PreparationConfig.model_fields]
-    return names if kind != "documents" else [name for name in names if name != "system_prompt"]
+    names = ["tokenizer_path", "tokenizer_backend", "output_dir", *PreparationConfig.model_fields]
+    if kind == "documents":
+        return [name for name in names if name != "system_prompt"]
+    return [*names, *START_FROM]  # the start's tokenizer is used if TOKENIZER_PATH is not set
 
 
 def flag_parser(kind: str, records: str) -> FlagParser:
@@ -184,7 +186,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     """Prepare the data that a command line and the settings describe, or `only_plan`; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
-        raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
+        raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, a run, or a hub "
+                            "name")
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(

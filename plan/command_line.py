@@ -67,11 +67,11 @@ def help_text(usage: str) -> str:
     return "\n".join(lines)
 
 
-def find_run(name: str) -> Path:
+def find_run(name: str, argv: Sequence[str] = ()) -> Path:
     """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
     path = Path(name).expanduser()
     if not os.path.exists(path):
-        inside = Path(make_plan(complete=False).config.output_dir) / path
+        inside = Path(make_plan(argv, complete=False).config.output_dir) / path
         path = inside if os.path.exists(inside) else path
     if re.fullmatch(r"step-\d+", path.name):
         path = path.parent

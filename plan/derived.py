@@ -17,6 +17,7 @@ from typing import Any, Optional
 from common.files import read_json
 from common.remote import is_hub_name
 from config import Config
+from plan.names import or_run
 from plan.starts import Start
 
 STATE = "trainer_state.json"  # in each checkpoint
@@ -99,6 +100,9 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
                    if os.path.exists(name) or is_hub_name(name))
         has_own = folder and any((folder / f"tokenizer.{form}").is_file() for form in ("json", "model"))
         of_start = [str(folder)] if has_own else [start.download.partition("@")[0]] if start.download else []
+        if (named := config.named_checkpoint) and start == Start():  # of a plan without a start, to prepare data
+            name = named.partition("@")[0]
+            of_start = [or_run(name if is_hub_name(name) else named, config.output_dir)]
         tokenizer = next(chain(of_data, of_start), None)
     if config.training_stage in EPOCHS and "max_seq_len" not in decided and folder:
         trained = saved_settings(folder).get("MAX_SEQ_LEN")

@@ -1,5 +1,6 @@
 """The check of settings' names and values, and what to do about an unknown name."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -158,4 +159,12 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     for name, message in invalid.items():
         value, where = merged[name]
         messages[name] = f"{where}: {name.upper()}={shortened(str(value))}: {message}"
+    if config.tokenizer_path:
+        config = config.model_copy(update={"tokenizer_path": or_run(config.tokenizer_path, config.output_dir)})
     return config, messages
+
+
+def or_run(path: str, output_dir: str) -> str:
+    """Return a path, or the folder of the run in OUTPUT_DIR that has this name."""
+    run = os.path.join(output_dir, path)
+    return run if os.path.isdir(run) and not os.path.lexists(os.path.expanduser(path)) else path

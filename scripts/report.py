@@ -37,6 +37,8 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("run", nargs="*", help="the folder of a run, or the name of a run in OUTPUT_DIR; "
                         "without a name, all runs in OUTPUT_DIR")
+    parser.add_argument("--output-dir", metavar="FOLDER",
+                        help="folder that contains the runs, and the page of all runs (default: OUTPUT_DIR)")
     parser.add_argument("--output", metavar="FILE", type=local_path,
                         help="file to write (default: report.html in the run's folder or beside the runs)")
     parser.add_argument("--figure", "--plot", metavar="FILE", type=local_path,
@@ -102,11 +104,12 @@ def main() -> None:
     if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    output = Path(make_plan(complete=False).config.output_dir)
+    flags = [] if args.output_dir is None else ["--output-dir", args.output_dir]
+    output = Path(make_plan(flags, complete=False).config.output_dir)
     settings = sorted((path for path in (*output.glob("*/config.json"), *output.glob("*/*/config.json"))
                        if not any(path.parent.glob("*.safetensors"))),  # a model, such as runs/NAME/merged
                       key=os.path.getmtime, reverse=True)
-    folders = [find_run(name) for name in args.run] or [each.parent for each in settings]
+    folders = [find_run(name, flags) for name in args.run] or [each.parent for each in settings]
     if not folders:
         raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")
     report = Report(folders)

@@ -54,8 +54,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         type=number(int, "from 1 to 1,000", lambda value: 1 <= value <= 1000),
                         help="number of seeds for each combination: SEED, SEED + 1, ... (default: "
                              "%(default)s)")
-    parser.add_argument("--name",
-                        help="name of the sweep's folder in OUTPUT_DIR (default: sweep-SETTING-...)")
+    parser.add_argument("--name", "--run-name", metavar="NAME",
+                        help="name of the sweep's folder in OUTPUT_DIR (default: sweep-SETTING-...); its "
+                             "runs are NAME/SETTING-VALUE...")
     args, flags = parser.parse_known_args()
     args.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
                 for name, _, values in (each.partition("=") for each in args.vary)]
@@ -82,7 +83,7 @@ def list_trials(args: argparse.Namespace, flags: list[str]) -> tuple[Path, list[
                                            for setting, value in chosen)])
             try:
                 settings = make_plan(trial.flags).config
-                for setting in (*START_FROM, "teacher_model"):  # a run's name means one beside the sweep
+                for setting in (*START_FROM, "teacher_model", "tokenizer_path"):  # a run's name means one beside the sweep
                     if (named := getattr(settings, setting)) and (folder.parent / named).is_dir():
                         trial.flags.append(f"--{setting.replace('_', '-')}={folder.parent / named}")
             except SettingsError as error:
