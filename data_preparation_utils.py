@@ -186,8 +186,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     """Prepare the data that a command line and the settings describe, or `only_plan`; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
-        raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, a run, or a hub "
-                            "name")
+        raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(

@@ -32,8 +32,8 @@ HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is rep
 LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
 ALIGNMENT = 16  # numbers in the widest vector of a kernel
 SMALL = 2**22  # gradients; so few are added after the backward, where a CPU does it three times as fast
-# Before torch 2.13, and deprecated since then.
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+# Its name before torch 2.13, and since then.
+REDUCE_SCATTER = "reduce_scatter_" + ("single" if hasattr(dist, "reduce_scatter_single") else "tensor")
 CHUNK = {"cuda": 2**26, "cpu": 2**17}  # numbers converted at a time: a core's cache
 
 

@@ -100,7 +100,7 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
                    if os.path.exists(name) or is_hub_name(name))
         has_own = folder and any((folder / f"tokenizer.{form}").is_file() for form in ("json", "model"))
         of_start = [str(folder)] if has_own else [start.download.partition("@")[0]] if start.download else []
-        if (named := config.named_checkpoint) and start == Start():  # of a plan without a start, to prepare data
+        if start == Start() and (named := config.named_checkpoint):  # a plan without a start, to prepare data
             name = named.partition("@")[0]
             of_start = [or_run(name if is_hub_name(name) else named, config.output_dir)]
         tokenizer = next(chain(of_data, of_start), None)

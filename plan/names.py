@@ -159,8 +159,8 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     for name, message in invalid.items():
         value, where = merged[name]
         messages[name] = f"{where}: {name.upper()}={shortened(str(value))}: {message}"
-    if config.tokenizer_path:
-        config = config.model_copy(update={"tokenizer_path": or_run(config.tokenizer_path, config.output_dir)})
+    if path := config.tokenizer_path:
+        config = config.model_copy(update={"tokenizer_path": or_run(path, config.output_dir)})
     return config, messages
 
 

@@ -3,17 +3,19 @@
     ./paddock import models/Llama-3.2-1B models/start
     ./paddock import meta-llama/Llama-3.2-1B models/start
     ./paddock import ~/.llama/Llama3.2-1B models/start
-    ./paddock import model.gguf models/start --tokenizer meta-llama/Llama-3.2-1B
+    ./paddock import model.gguf models/start
 
 PRETRAIN_CHECKPOINT accepts Hugging Face folders and names directly, but only an imported copy is verified at
 each start. A Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running
-code. A GGUF file needs the package gguf and the model's tokenizer; its weights become float32.
+code. A GGUF file needs the package gguf; its weights become float32, and its tokenizer a tokenizer.json.
 """
 
+import json
 import os
 import pickle
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -39,7 +41,14 @@ from extensions.card import code, derived_card, hub_name_of, inherited, run_and_
 from extensions.inference.weights import find_model, publish_model
 from extensions.other_trainers import unused_fields
 from plan.identity import weights_sha256  # noqa: E402
-from scripts.convert_to_gguf import ARCHITECTURES, HALVES, gguf_name, import_gguf, rope_factors
+from scripts.convert_to_gguf import (
+    ARCHITECTURES,
+    HALVES,
+    PRE_TOKENIZERS,
+    gguf_name,
+    import_gguf,
+    rope_factors,
+)
 from tokenizer import BaseTokenizer, load_tokenizer, read_generation
 
 # Fields of a GGUF file, below the name of its architecture, and of config.json.
@@ -109,8 +118,8 @@ def read_meta(file: Path,
     return state, model_json.checked_settings(settings, "--rope-scaling-factor"), 8192
 
 
-def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[str]]:
-    """Read a GGUF file; return config.json's content, tensors under Hugging Face's names, and the tokens."""
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[str, Any]]:
+    """Read a GGUF file; return config.json's content, tensors under Hugging Face's names, and all fields."""
     gguf = import_gguf(f"the import of {file.name}")
     try:
         check_header(file)
@@ -143,7 +152,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], list[s
         if (tensor := stored.pop(gguf_name(name), None)) is not None:
             rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
             stored[huggingface.huggingface_name(name)] = rotated
-    return content, stored, fields.get("tokenizer.ggml.tokens", [])
+    return content, stored, fields
 
 
 def check_header(file: Path) -> None:
@@ -188,6 +197,76 @@ def dequantized(gguf: Any, stored: Any) -> LazyTensor:
     return LazyTensor(tuple(map(int, reversed(stored.shape))), torch.float32, read)
 
 
+def splits_of(regex: str, merges: list[str]) -> dict[str, Any]:
+    """Return the parts of a byte-level tokenizer.json that splits text as in PRE_TOKENIZERS."""
+    by_library = regex.endswith("gpt2")  # whose pattern it is
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_library}
+    steps = [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
+    if by_library:
+        steps = [{"type": "Digits", "individual_digits": True}] * regex.startswith("digits")
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, bytes_]}, "decoder": bytes_,
+            "merges": [merge.split(" ") for merge in merges]}
+
+
+def pieces_of(scores: Mapping[str, float], vocab: Mapping[str, int], is_prefixed: bool) -> dict[str, Any]:
+    """Return the parts of a tokenizer.json that joins the pair whose token has the highest score first."""
+    pairs = [(-score, vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
+             for token, score in scores.items() for cut in range(1, len(token))
+             if token[:cut] in vocab and token[cut:] in vocab]
+    space, scheme = "\u2581", "first" if is_prefixed else "never"
+    steps = [{"type": "Replace", "pattern": {"String": space}, "content": " "}, {"type": "ByteFallback"},
+             {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    return {"pre_tokenizer": {"type": "Metaspace", "replacement": space, "split": False,
+                              "prepend_scheme": scheme},
+            "decoder": {"type": "Sequence", "decoders": steps},
+            "merges": [pair[-2:] for pair in sorted(pairs)]}
+
+
+def write_tokenizer(fields: Mapping[str, Any], file: Path, folder: Path) -> None:
+    """Write the tokenizer in a GGUF file's fields as a tokenizer.json: byte-level BPE, or SentencePiece's."""
+    def field(name: str, default: Any = None) -> Any:
+        return fields.get(f"tokenizer.ggml.{name}", default)
+
+    kinds, tokens, scores = import_gguf().TokenType, field("tokens", []), field("scores", [])
+    types = field("token_type", [kinds.NORMAL] * len(tokens))
+    is_pieces, splits = field("model") == "llama", {name: how for how, name in PRE_TOKENIZERS.items()}
+    regex, ignore_merges = splits.get(field("pre"), ("", False))
+    if not (is_pieces and scores or field("model") == "gpt2" and regex and field("merges")):
+        raise CheckpointError(f"{file} has a tokenizer that is not supported (model {field('model')!r}, pre "
+                              f"{field('pre')!r}); name the model's own with --tokenizer: a tokenizer.json, "
+                              "its folder, or a hub name")
+    last = max(number for number, kind in enumerate(types) if kind == kinds.NORMAL)
+    vocab = {token: number for number, token in enumerate(tokens[:last + 1]) if types[number] != kinds.UNUSED}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": number, "content": tokens[number], "special": kind != kinds.USER_DEFINED, **flags}
+             for number, kind in enumerate(types)
+             if kind in (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)]
+    if is_pieces:
+        usual = {token: scores[number] for token, number in vocab.items() if types[number] == kinds.NORMAL}
+        parts = pieces_of(usual, vocab, field("add_space_prefix", True))
+    else:
+        parts = splits_of(regex, field("merges"))
+    roles = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "pad_token": "padding"}
+    names = {role: tokens[number] for role, name in roles.items()
+             if (number := field(f"{name}_token_id")) is not None}
+    starts = None
+    if field("add_bos_token", is_pieces) and (bos := names.get("bos_token")):
+        single = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        starts = {"type": "TemplateProcessing", "single": single,
+                  "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+                  "special_tokens": {bos: {"id": bos, "ids": [field("bos_token_id")], "tokens": [bos]}}}
+    unknown = next((token for token, kind in zip(tokens, types) if kind == kinds.UNKNOWN), None)
+    model = {"type": "BPE", "vocab": vocab, "merges": parts.pop("merges"), "ignore_merges": ignore_merges,
+             "byte_fallback": is_pieces, "fuse_unk": is_pieces, "unk_token": unknown}
+    document = {"version": "1.0", "added_tokens": added, "post_processor": starts, "model": model, **parts,
+                "normalizer": {"type": "NFC"} if field("pre") == "qwen2" else None}
+    names["chat_template"] = fields.get("tokenizer.chat_template")
+    ends = {field(f"{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    for name, content in (("tokenizer", document), ("tokenizer_config", names),
+                          ("generation_config", {"eos_token_id": sorted(ends)})):
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
 def check_tokens(tokenizer: BaseTokenizer, tokens: list[str], file: Path) -> None:
     """Raise CheckpointError unless a tokenizer's ids stand for the tokens in a GGUF file."""
     vocab = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab()
@@ -207,18 +286,18 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         if rope_scaling_factor is not None:
             raise SettingsError("--rope-scaling-factor is for Meta's format only; remove it")
         if source.suffix == ".gguf":
-            if tokenizer_path is None:  # a file names its way to split text, but does not contain it
-                raise CheckpointError(f"{source} does not contain all of its tokenizer; name the model's own "
-                                      "with --tokenizer: a tokenizer.json, its folder, or a hub name")
-            content, tensors, tokens = read_gguf(source)
-            tokenizer = load_tokenizer(tokenizer_path)
-            check_tokens(tokenizer, tokens, source)
+            content, tensors, fields = read_gguf(source)
+            with tempfile.TemporaryDirectory() as folder:
+                if tokenizer_path is None:
+                    write_tokenizer(fields, source, Path(folder))
+                tokenizer = load_tokenizer(tokenizer_path or folder)
+            check_tokens(tokenizer, fields.get("tokenizer.ggml.tokens", []), source)
         else:
-            source = folder = find_model(str(source))
-            refuse_adapters(folder)
-            content, tensors = read_model_json(folder / "config.json"), huggingface.load_model_weights(folder)
-            tokenizer = load_tokenizer(tokenizer_path or str(folder))
-            tokenizer.generation = read_generation(folder)
+            source = find_model(str(source))
+            refuse_adapters(source)
+            content, tensors = read_model_json(source / "config.json"), huggingface.load_model_weights(source)
+            tokenizer = load_tokenizer(tokenizer_path or str(source))
+            tokenizer.generation = read_generation(source)
         config = ModelConfig(**model_json.model_settings_from_huggingface(content))
         max_seq_len = model_json.context_length(content)
         for message in unused_fields(source) if source.is_dir() else ():
@@ -252,8 +331,8 @@ def main() -> None:
                              "file")
     parser.add_argument("output", type=local_path, help="folder of the new checkpoint")
     parser.add_argument("--tokenizer", metavar="PATH",
-                        help="the model's tokenizer (default: the one next to the weights; needed "
-                             "for a .gguf file)")
+                        help="the model's tokenizer (default: the one next to the weights, or in the .gguf "
+                             "file)")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
                         help="RoPE scaling factor for Meta's format, where params.json may lack it (default: "
                              "8, or 32 with tied embeddings)")

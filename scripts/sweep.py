@@ -83,7 +83,7 @@ def list_trials(args: argparse.Namespace, flags: list[str]) -> tuple[Path, list[
                                            for setting, value in chosen)])
             try:
                 settings = make_plan(trial.flags).config
-                for setting in (*START_FROM, "teacher_model", "tokenizer_path"):  # a run's name means one beside the sweep
+                for setting in (*START_FROM, "teacher_model", "tokenizer_path"):  # a run beside the sweep
                     if (named := getattr(settings, setting)) and (folder.parent / named).is_dir():
                         trial.flags.append(f"--{setting.replace('_', '-')}={folder.parent / named}")
             except SettingsError as error:

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import unicodedata
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -11,13 +12,13 @@ import torch
 from factories import new_model
 
 from checkpoint import huggingface
-from checkpoint.tensors import read_all
+from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
 from scripts.import_checkpoint import import_checkpoint, read_gguf
-from tokenizer import Tokenizer
+from tokenizer import PATTERN, Tokenizer, load_tokenizer
 
 MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_factor": 8.0, "rope_original_max_len": 64, "rope_theta": 10_000.0},
           "llama 3.1": {"rope_scaling_factor": 8.0}, "linear": {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "narrow": {"dim": 48, "head_width": 12},
@@ -114,8 +115,6 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
 def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_path):
     folder, file, output = save(tmp_path / "model"), tmp_path / "f16.gguf", tmp_path / "out"
     script.convert(folder, file, "f16")
-    with pytest.raises(CheckpointError, match="does not contain all of its tokenizer; name the model's own with --tokenizer"):
-        import_checkpoint(file, output)
     other = save(tmp_path / "other", pairs=b"hsnioate")
     with pytest.raises(CheckpointError, match=r"\d+ tokens of --tokenizer, such as '..', have other ids in .*f16.gguf; name this model's own"):
         import_checkpoint(file, output, str(other))
@@ -128,6 +127,87 @@ def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="f16.gguf cannot be read: "):
             import_checkpoint(file, tmp_path / "damaged", str(folder))
+
+
+TEXTS = ("She sat in the tent.", "  In 1234567 there was 1 ant,\n\n\tthe tan hat isn't hers!", "na\u00efve \u00e9t\u00e9 \u4f60\u597d \U0001f600", " ", "<|eot_id|> is text",
+         "a\u0301 is one letter, or two", "aaaa1 22 333 4444", "the hen\r\nsat")
+
+
+def assert_equal_ids(ours, theirs, texts=TEXTS):
+    """Of texts, whose control tokens are text, as in a record."""
+    for text in texts:
+        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == expected, text
+        assert ours.decode(expected) == theirs.decode(expected, clean_up_tokenization_spaces=False), text
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "qwen2", "smollm", "gpt-2"])
+def test_a_file_is_imported_with_the_tokenizer_that_it_holds(pre, gguf, tmp_path):
+    """It has the ids of the model's own, which was exported, and of transformers' conversion of the file."""
+    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
+    folder, file = save(tmp_path / "model"), tmp_path / "f16.gguf"
+    content = json.loads((folder / "tokenizer.json").read_text())
+    parts, (regex, ignores) = content["pre_tokenizer"]["pretokenizers"], next(how for how, name in script.PRE_TOKENIZERS.items() if name == pre)
+    content["model"]["ignore_merges"], parts[0]["pattern"]["Regex"] = ignores, regex
+    if regex.endswith("gpt2"):
+        parts[:] = [{"type": "Digits", "individual_digits": True}, {**parts[1], "use_regex": True}][pre == "gpt-2":]
+    content["normalizer"] = {"type": "NFC"} if pre == "qwen2" else None
+    marked = next(each for each in content["added_tokens"] if "reserved" in each["content"])
+    marked |= {"content": "<mark>", "special": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    script.convert(folder, file, "f16")
+    import_checkpoint(file, tmp_path / "out")
+    own, ours = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "out"))
+    assert [ours.encode(text) for text in (*TEXTS, "a <mark>")] == [own.encode(text) for text in (*TEXTS, "a <mark>")]
+    for name in ("vocab_size", "special_ids", "bos_id", "eos_id", "eot_id", "pad_id", "stop_ids", "adds_start", "chat_template", "byte_lengths"):
+        assert getattr(ours, name) == getattr(own, name), name
+    assert_equal_ids(own, transformers.AutoTokenizer.from_pretrained(folder))
+    if pre in ("llama-bpe", "smaug-bpe", "qwen2", "gpt-2"):  # transformers splits others like GPT-2
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+        assert_equal_ids(ours, theirs, [text for text in TEXTS if pre != "qwen2" or unicodedata.is_normalized("NFC", text)])  # as Qwen's own
+        assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+
+
+def test_a_file_with_sentencepieces_is_imported_with_the_ids_of_transformers(gguf, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
+    kinds, file = gguf.TokenType, tmp_path / "pieces.gguf"
+    words = ["\u2581t", "he", "\u2581the", "in", "an", "\u2581s", "at", "\u2581sat", "\u2581a", "en", "ten", "\u2581ten", "nt", "ent", "\u2581tent", "\u2581h", "aa", "aaaa", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *"\u2581etaoinshrdlu.,'0123SIT"]
+    scores = [0.0] * 259 + [-float(place) for place in range(len(tokens) - 259)]
+    types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256, *[kinds.NORMAL] * (len(tokens) - 259)]
+    config = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32)
+    source = script.Source("pieces", config, None, 256, {script.gguf_name(name): tensor for name, tensor in
+                                                         new_model(config, len(tokens)).state_dict().items()})
+
+    def add_tokenizer(writer, *_):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "add_tokenizer", add_tokenizer)
+        source = source._replace(tensors={name: lazy(tensor[:len(tokens)] if "token_embd" in name or name == "output.weight" else tensor)
+                                          for name, tensor in source.tensors.items()})
+        script.write_gguf(file, source, "f32")
+    import_checkpoint(file, tmp_path / "out")
+    ours, theirs = load_tokenizer(str(tmp_path / "out")), transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert_equal_ids(ours, theirs)
+    assert (ours.bos_id, ours.eos_id, ours.adds_start) == (1, 2, True) and theirs.encode("at")[0] == 1
+    assert tokens.index("\u2581tent") in ours.encode("the tent")
+
+
+def test_a_tokenizer_that_is_not_known_must_be_named(gguf, tmp_path, monkeypatch):
+    folder, file = save(tmp_path / "model"), tmp_path / "f16.gguf"
+    monkeypatch.setitem(script.PRE_TOKENIZERS, (PATTERN, True), "tekken")
+    script.convert(folder, file, "f16")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"not supported \(model 'gpt2', pre 'tekken'\); name the model's own with --tokenizer"):
+        import_checkpoint(file, tmp_path / "out")
+    import_checkpoint(file, tmp_path / "out", str(folder))
 
 
 @pytest.mark.parametrize("kind, error", [("f32", 1e-3), ("q8_0", 1e-2)])
