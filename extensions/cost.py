@@ -1,4 +1,4 @@
-"""Formulas for the FLOPs and the memory of a step.
+"""Formulas for the FLOPs, the memory and the communication of a step.
 
 FLOPs include matmuls (2 per multiply-add) and full attention, ignoring causality and document masks, but not
 what attention kernels recompute. *Needed* FLOPs (for MFU) exclude padding and recomputation; *computed* FLOPs
@@ -21,6 +21,11 @@ from run.saving import pinned_bytes
 FLOAT32 = 4
 ROOM_FOR_CHUNKS = 0.8  # share of a GPU's memory that a forecast with larger chunks may need
 MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matmuls
+# Planned machines have eight GPUs, with 80 % of 450 GB/s each within a machine and of 50 GB/s each between
+# machines. Seconds of a hop in a ring, and of a call, are those of NCCL's src/graph/tuning.cc ("Simple").
+MACHINE, NVLINK, NETWORK = 8, 0.8 * 450e9, 0.8 * 50e9
+NVLINK_LATENCY, NETWORK_LATENCY, CALL_LATENCY = 3.4e-6, 14e-6, 8.4e-6
+BUCKET_BYTES = 25 * 2**20  # DDP's default
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
 
 
@@ -171,6 +176,64 @@ def teacher_flops(teacher, rows: int, seq_len: int) -> Flops:
     sizes = [weight.numel() for weight in model.parameters() if weight.ndim > 1 and id(weight) not in known]
     attention = 4 * model.config.num_hidden_layers * model.config.hidden_size * seq_len
     return Flops(2 * sum(sizes), attention, 2 * output.numel())
+
+
+# ------------------------------------------------------------------------------------------ communication
+
+
+class Collective(NamedTuple):
+    """Equal collectives of a step, as one of their ranks takes part in them."""
+
+    rounds: int  # 1 = all-gather or reduce-scatter, 2 = all-reduce
+    bytes: float  # of the whole tensor, per call
+    calls: int
+    ranks: int
+    machines: int
+
+    @property
+    def seconds(self) -> float:
+        """The time by NCCL's model: a ring; for an all-reduce, the latency of a tree if that is lower."""
+        near, far = self.ranks / self.machines - 1, self.machines - 1
+        # Each rank on a machine adds a network card to the ring.
+        bandwidth = min(NVLINK, (near + 1) * NETWORK) if far else NVLINK
+        latency = self.rounds * ((self.ranks - 1 - far) * NVLINK_LATENCY + far * NETWORK_LATENCY)
+        if self.rounds == 2:
+            latency = min(latency, 2 * (near * NVLINK_LATENCY + math.log2(self.machines) * NETWORK_LATENCY))
+        sent = self.rounds * self.bytes * (self.ranks - 1) / self.ranks
+        return self.calls * (sent / bandwidth + latency + CALL_LATENCY)
+
+
+def exchanged(config: Config, vocab_size: int) -> list[Collective]:
+    """Return a rank's collectives in a step on GPUs, by the table in docs/gpus.md, without Muon's."""
+    ranks, layers, gradient = config.world_size, config.n_layers, FLOAT32
+    compute_bytes = FLOAT32 if config.precision == "fp32" else 2
+    if config.reproducible or config.gradient_dtype == "bf16":
+        gradient = 8 if config.reproducible else 2
+    machines = math.ceil(ranks / MACHINE)
+    # Weights of a block and of the vocabulary's matrices; bytes of the gradients of those that are trained.
+    block, vocabulary = config.matrix_count / layers, vocab_size * config.dim
+    tables = 1 if config.tie_embeddings else 2
+    vectors = (2 * layers + 1) * config.dim  # not sharded
+    in_block, in_vocabulary = block * gradient, vocabulary * gradient
+    if config.lora_enabled:
+        in_block, in_vocabulary, vectors = adapter_count(config) / layers * gradient, 0, 0
+    if config.sharding == "none":
+        size = layers * in_block + tables * in_vocabulary + vectors * gradient
+        calls = math.ceil(size / BUCKET_BYTES)
+        return [Collective(2, size / calls, calls, ranks, machines)] if ranks > 1 else []
+
+    shard, count = config.ranks_per_copy, config.accumulation_steps
+    copies, inside = ranks // shard, (shard, math.ceil(shard / MACHINE))
+    apart = math.ceil(copies / max(1, MACHINE // shard))  # machines of the ranks that hold the same rows
+    work = [Collective(1, block * compute_bytes, 2 * layers * count, *inside),  # forward and backward
+            Collective(1, vocabulary * compute_bytes, tables * count, *inside),
+            Collective(1, in_block, layers * count, *inside),
+            Collective(1, in_vocabulary, tables * count, *inside),
+            # Once a step: gradients' shards between the copies, and the norms' gradients.
+            Collective(2, in_block / shard, layers, copies, apart),
+            Collective(2, in_vocabulary / shard, tables, copies, apart),
+            Collective(2, vectors * max(gradient, FLOAT32), 1, ranks, machines)]
+    return [each for each in work if each.ranks > 1 and each.bytes]
 
 
 # ------------------------------------------------------------------------------------------ memory

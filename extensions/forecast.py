@@ -27,6 +27,7 @@ from dataloaders import cache_of
 from extensions import cost
 from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
+from extensions.profile import PEAK_TFLOPS, peak_flops
 from extensions.report import console
 from extensions.report.health import time_text
 from extensions.settings import prompts_to_answer, reward_terms
@@ -71,8 +72,11 @@ MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
-# Dense bf16 of the GPU that a plan assumes, and the share of it that the run reaches, as in docs/gpus.md.
-H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
+SAME_MEMORY = 0.08  # another GPU differs by more: one of 80 GB has 80e9 to 85.9e9 bytes
+TIGHT = 0.08  # a smaller share of the memory is too little to leave free, as forecasts are good to 5 %
+# The GPU that a plan assumes by its GB, and the share of its dense bf16 that the run reaches.
+USUAL_GPUS = {24: "RTX 4090", 32: "RTX 5090", 48: "L40S", 80: "H100", 141: "H200", 180: "B200"}
+ASSUMED_SHARE = 0.45
 
 
 def host_text(forecast: cost.MemoryEstimate) -> str:
@@ -181,6 +185,7 @@ class StepPlan(NamedTuple):
     needed: float  # FLOPs, without padding and recomputation
     computed: float  # FLOPs
     checkpoint_bytes: int  # weights or adapters, and their optimizer state
+    exchange: float  # seconds of communication between planned GPUs
 
 
 class Check:
@@ -433,7 +438,12 @@ class Check:
             raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
                                 f"of host memory for {counted(local_ranks, 'rank')}; use more machines, or a "
                                 "smaller model")
-        self.line("memory", text)
+        if forecast.total <= (1 - TIGHT) * room:
+            return self.line("memory", text)
+        text = f"tight: {text}. Forecasts are good to 5 %, so leave {100 * TIGHT:.0f} % free"
+        if found := fitting(config, (1 - TIGHT) * room, *known):
+            text += f", for example with {found}"
+        self.line("memory", text, "warn")
 
     def report_speed(self, config: Config, plan: StepPlan) -> None:
         """Print the run's speed and duration: measured within seconds, or from FLOPs for planned GPUs."""
@@ -442,21 +452,30 @@ class Check:
         if config.training_stage == "grpo":
             return self.line("speed", "not known, because it depends on the length of the answers")
 
-        def line(seconds: float, assumption: str, uncounted: str) -> None:
-            total = config.max_steps * seconds
-            hours = f" ({total * config.world_size / 3600:,.1f} GPU hours)" * (self.device.type == "cuda")
-            self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{assumption}: about "
-                               f"{time_text(total)} for {counted(config.max_steps, 'step')}{hours}, not "
-                               f"counting {uncounted}evaluation and saving")
+        def line(seconds: Sequence[float], assumption: str, uncounted: str = "") -> None:
+            def span(form: Callable[[float], str], values: Iterator[float]) -> str:
+                return " to ".join(dict.fromkeys(map(form, values)))  # once, if they are printed alike
+
+            speeds = span("{:,.0f}".format, (config.total_batch_size / each for each in reversed(seconds)))
+            times = span(time_text, (config.max_steps * each for each in seconds))
+            hours = span("{:,.1f}".format, (config.max_steps * each * config.world_size / 3600
+                                            for each in seconds))
+            hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
+            self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for "
+                               f"{counted(config.max_steps, 'step')}{hours}, not counting {uncounted}"
+                               "evaluation and saving")
 
         if config.device_memory:
-            peak = config.peak_tflops or H100_TFLOPS
+            peak, source = planned_peak(config)
+            if peak is None:
+                return self.line("speed", source)
             if self.dtype == torch.float32:
                 peak /= 2 if config.tf32 else 16
-            card = "PEAK_TFLOPS" if config.peak_tflops else "an H100; set PEAK_TFLOPS for another GPU"
             seconds = plan.computed / (config.world_size * ASSUMED_SHARE * peak * 1e12)
-            return line(seconds, f" if each GPU reaches {100 * ASSUMED_SHARE:.0f} % of {peak:g} TFLOP/s "
-                                 f"({card})", "communication, ")
+            assumption = f" if each GPU reaches {100 * ASSUMED_SHARE:.0f} % of {peak:g} TFLOP/s ({source})"
+            if plan.exchange:
+                assumption += ", and all or none of the communication is hidden (docs/gpus.md)"
+            return line((max(seconds, plan.exchange), seconds + plan.exchange), assumption)
 
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
@@ -481,7 +500,7 @@ class Check:
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
-            line(seconds, linear, "the teacher, " if config.distillation_enabled else "")
+            line([seconds], linear, "the teacher, " if config.distillation_enabled else "")
 
 
 def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size: int, teacher: Optional[Path]
@@ -515,7 +534,25 @@ def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size:
     trained = trained_bytes(model) // cost.FLOAT32
     stored = cost.weight_bytes(config) * trained
     stored += cost.state_bytes(config) * cost.moment_count(config, trained)
-    return StepPlan(cost.parameter_count(config, vocab_size), needed, computed, stored), described
+    exchange = sum(each.seconds for each in cost.exchanged(config, vocab_size))
+    return StepPlan(cost.parameter_count(config, vocab_size), needed, computed, stored, exchange), described
+
+
+def planned_peak(config: Config) -> tuple[Optional[float], str]:
+    """Return the dense bf16 TFLOP/s of a plan's GPUs, None if they are unknown, and where they are from.
+
+    They are set, or those of this machine's GPU if it has as much memory, or of a usual GPU that has.
+    """
+    if config.peak_tflops:
+        return config.peak_tflops, "PEAK_TFLOPS"
+    memory, remedy = config.device_memory, "set PEAK_TFLOPS for another GPU"
+    if torch.cuda.is_available() and (peak := peak_flops(torch.device("cuda"))):
+        if abs(torch.cuda.get_device_properties(0).total_memory / 1e9 / memory - 1) < SAME_MEMORY:
+            return peak / 1e12, f"{torch.cuda.get_device_name()}, as in this machine; {remedy}"
+    name = next((name for size, name in USUAL_GPUS.items() if abs(size / memory - 1) < SAME_MEMORY), None)
+    if name is None:
+        return None, f"not known; set PEAK_TFLOPS to the dense bf16 TFLOP/s of a GPU of {memory:g} GB"
+    return PEAK_TFLOPS[name], f"{name}, a guess from {memory:g} GB; {remedy}"
 
 
 def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
@@ -563,8 +600,8 @@ class Forecast(Extension):
 EXTENSION = Forecast
 
 
-def memory_advice(config: Config, room: int, *known) -> str:
-    """Return which settings make the forecast fit into `room` bytes with the same global batch.
+def fitting(config: Config, room: float, *known) -> str:
+    """Return the settings that make the forecast fit into `room` bytes with the same global batch, or "".
 
     The cheapest come first. `known` are the remaining arguments of estimate_memory.
     """
@@ -587,8 +624,17 @@ def memory_advice(config: Config, room: int, *known) -> str:
         if needed.total <= room and {*rules(changed)} <= broken:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
-            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB"
-                    f"{host_text(needed)}, for the same global batch)")
+            return (f"{settings} (about {needed.total / GIB:.2f} GiB{host_text(needed)}, for the same global "
+                    "batch)")
+    return ""
+
+
+def memory_advice(config: Config, room: int, *known) -> str:
+    """Return how the forecast fits into `room` bytes, and how it fits with room to spare."""
+    ways = [way for share in (1, 1 - TIGHT) if (way := fitting(config, share * room, *known))]
+    if ways:
+        spare = f", which is tight. {100 * TIGHT:.0f} % stays free with "
+        return f"It would fit with {spare.join(dict.fromkeys(ways))}"
     dtypes = "" if config.lora_enabled else ", WEIGHT_DTYPE=bf16 and OPTIMIZER_DTYPE=bf16"
     adapters = "" if config.lora_enabled else "LORA_ENABLED=true, "
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full, "
