@@ -123,9 +123,8 @@ def non_empty(text: str) -> str:
 def used_settings(kind: str) -> list[str]:
     """Return the settings that a preparation uses."""
     names = ["tokenizer_path", "tokenizer_backend", "output_dir", *PreparationConfig.model_fields]
-    if kind == "documents":
-        return [name for name in names if name != "system_prompt"]
-    return [*names, *START_FROM]  # the start's tokenizer is used if TOKENIZER_PATH is not set
+    # Examples are encoded by the start's tokenizer if TOKENIZER_PATH is not set.
+    return [*names, *START_FROM] if kind != "documents" else [n for n in names if n != "system_prompt"]
 
 
 def flag_parser(kind: str, records: str) -> FlagParser:

@@ -354,10 +354,7 @@ def has_file(path: Path) -> bool:
 
 
 def note_need(checkpoint: Path, run_dir: Path) -> None:
-    """Note beside a checkpoint that another run needs it. Retention keeps it while that run exists.
-
-    Raises OSError.
-    """
+    """Note beside a checkpoint that another run needs it. Retention keeps it while that run exists."""
     place = os.path.relpath(run_dir.resolve(), checkpoint.resolve().parent)
     digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
     note = checkpoint.parent / f"needed-{checkpoint.name}-{digest}.json"

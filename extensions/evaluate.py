@@ -40,7 +40,7 @@ from extensions.settings import evaluate_rules, prompts_to_answer
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
-from model_utils import choose_dtype, forced_eager
+from model_utils import choose_dtype, compile_where_possible, forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 from plan.layers import Layer
@@ -305,11 +305,12 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     saved = store.read_state(folder).get("settings", {})
     merged = {name.lower(): (value, str(folder)) for name, value in saved.items()
               if name.lower() in Config.model_fields}
-    merged |= {"device": ("auto", ""), "compile": (False, ""), "sharding": ("none", ""),
+    # A run's model is compiled here too, because compiled kernels round less often than eager ones.
+    merged |= {"device": ("auto", ""), "activation_checkpointing": ("none", ""), "sharding": ("none", ""),
                "cpu_offload": (False, ""), "world_size": (os.environ.get("WORLD_SIZE", "1"), "environment")}
     if not saved:
         usual = Config.model_fields["max_seq_len"].default
-        merged["tokenizer_path"] = (str(folder), "")
+        merged |= {"tokenizer_path": (str(folder), ""), "compile": (False, "")}
         merged["max_seq_len"] = (min(context_of(folder) or usual, usual if data else math.inf), str(folder))
     if data is not None:
         first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
@@ -372,6 +373,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
     origin, objective = objective_of or folder, None
     if rows is not None:
+        compile_where_possible(model, config, ranks.device.type)
         known = store.read_state(origin).get("progress", {})
         run_dir, adapters, teacher = origin.resolve().parents[1], {}, None
         if store.read_state(origin):

@@ -16,6 +16,7 @@ from parallel.process import check_ranks, choose_waiting, configure_allocator, f
 from plan import derived
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
+from plan.names import or_run
 
 Planned = Plan | PaddockError | None  # what make_plan returned or raised on rank 0; None elsewhere
 
@@ -69,10 +70,8 @@ def help_text(usage: str) -> str:
 
 def find_run(name: str, argv: Sequence[str] = ()) -> Path:
     """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
-    path = Path(name).expanduser()
-    if not os.path.exists(path):
-        inside = Path(make_plan(argv, complete=False).config.output_dir) / path
-        path = inside if os.path.exists(inside) else path
+    if not os.path.exists(path := Path(name).expanduser()):
+        path = Path(or_run(name, make_plan(argv, complete=False).config.output_dir))
     if re.fullmatch(r"step-\d+", path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path
@@ -83,7 +82,11 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
 
     Exits after --help and --version.
     """
-    exit_after_help(argv, usage)
+    if {"--help", "-h", "--version"} & set(argv):
+        with first_on_machine() as first, exit_if_unread():
+            if first:
+                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
+        raise SystemExit(0)
     env_file = Path(read_flags(argv).env_file or ".env")
     exports = read_env_file(env_file, os.environ).exports if env_file.is_file() else {}
     try:
@@ -99,15 +102,6 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
         return error
     export(plan)
     return plan
-
-
-def exit_after_help(argv: Sequence[str], usage: str) -> None:
-    """Print --help or --version, and exit, if the command line asks for one."""
-    if {"--help", "-h", "--version"} & set(argv):
-        with first_on_machine() as first, exit_if_unread():
-            if first:
-                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
-        raise SystemExit(0)
 
 
 def exit_with(error: PaddockError) -> NoReturn:

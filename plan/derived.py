@@ -99,10 +99,9 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
         of_data = (name for name, _ in data_manifests(config.data_path)
                    if os.path.exists(name) or is_hub_name(name))
         has_own = folder and any((folder / f"tokenizer.{form}").is_file() for form in ("json", "model"))
-        of_start = [str(folder)] if has_own else [start.download.partition("@")[0]] if start.download else []
-        if start == Start() and (named := config.named_checkpoint):  # a plan without a start, to prepare data
-            name = named.partition("@")[0]
-            of_start = [or_run(name if is_hub_name(name) else named, config.output_dir)]
+        named = start.download or start == Start() and config.named_checkpoint or ""  # or for a preparation
+        named = named if os.path.exists(named) else named.partition("@")[0]
+        of_start = [str(folder)] if has_own else [or_run(named, config.output_dir)] if named else []
         tokenizer = next(chain(of_data, of_start), None)
     if config.training_stage in EPOCHS and "max_seq_len" not in decided and folder:
         trained = saved_settings(folder).get("MAX_SEQ_LEN")

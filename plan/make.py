@@ -77,10 +77,6 @@ class Plan:
         config = Config.model_construct({*fields.pop("set")}, **fields.pop("config"))
         return Plan(config, start=Start(**fields.pop("start")), **fields)
 
-    def to_record(self) -> dict[str, Any]:
-        """Return what a run's folder keeps of the plan beside the settings."""
-        return {"sources": dict(self.sources), "start": self.start._asdict(), "identities": self.identities}
-
     def of_files(self) -> dict[str, list]:
         """Return the settings of `.env`, presets and files, and their places, for an automatic restart."""
         return {name: [getattr(self.config, name), where] for name, where in self.sources.items()

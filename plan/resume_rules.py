@@ -17,7 +17,7 @@ from config import (
 )
 from plan import derived
 from plan.layers import LENGTH, Values
-from plan.names import SETTING_OF, assignments, in_env, validate
+from plan.names import SETTING_OF, assignments, in_env, or_run, validate
 from plan.starts import MODEL_SHAPE, Asked, Start, started_from
 
 # Settings of one start, which a record does not pass on.
@@ -44,9 +44,8 @@ def applies(name: str, asked: Asked, start: Start) -> bool:
     if not value or name not in (f"{stage}_data_path", "tokenizer_path", "teacher_model"):
         return False
     # What was moved is found by the new path, and its content is compared.
-    places = [value, os.path.join(asked.config.output_dir, value)]
     is_on_hub = name != f"{stage}_data_path" and is_hub_name(value.partition("@")[0])
-    return not is_on_hub and not any(map(os.path.exists, places))
+    return not is_on_hub and not os.path.exists(or_run(value, asked.config.output_dir))
 
 
 def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict[str, Any], list[str]]:

@@ -298,9 +298,10 @@ def how_to_resume(run: Run) -> str:
 @collective
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
-    config, first = run.config, run.progress.step + 1
+    plan, first, settings = run.plan, run.progress.step + 1, run.config.public() | run.facts
+    kept = {"sources": dict(plan.sources), "start": plan.start._asdict(), "identities": plan.identities}
     run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
-        run.folder, first, config.public() | run.facts, run.inputs.sources(config), run.plan.to_record()))
+        run.folder, first, settings, run.inputs.sources(run.config), kept))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

@@ -14,7 +14,7 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
     parser.add_argument("--weights", choices=("fp32", "bf16", "int8"),
                         help="precision of weights and computation; int8 = weights of the blocks in 8 bits, "
-                             "on a CPU (default: bf16 on a GPU, fp32 on a CPU)")
+                             "on a CPU (default: as in training, bf16 where it is fast and else fp32)")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.head import HeadWeight
 from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear
-from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta
+from model_utils import DTYPES, choose_device, choose_dtype, model_on_meta
 from parallel.fsdp import is_sharded
 from plan.command_line import export
 from plan.identity import weights_sha256
@@ -57,10 +57,9 @@ def find_model(name: str) -> Path:
 
 def device_and_dtype(device: Optional[torch.device],
                      dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on GPUs that have it."""
+    """Return device and dtype; the defaults are those of training, such as bf16 where it is fast."""
     device = device or torch.device(choose_device(RunConfig()))
-    has_bf16 = device.type == "cuda" and bf16_is_fast("cuda")
-    return device, dtype or (torch.bfloat16 if has_bf16 else torch.float32)
+    return device, dtype or choose_dtype(RunConfig(), device.type)
 
 
 def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
