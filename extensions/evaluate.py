@@ -345,7 +345,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
-    model, _ = ranks.raise_on_all(lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer))
+    model, _ = ranks.raise_on_all(
+        lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer, config.compile))
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids, but the "
                         f"model has {model.vocab_size:,}; use the model's tokenizer")

@@ -10,11 +10,12 @@
 Two models, such as the base of a run and the run, are compared in one table by paired tests over the same
 items, with their answers to some prompts. Both use the data and settings of the second.
 
-For a run, the newest valid checkpoint is evaluated with the run's data and settings. The results equal those
-the run logged. For other models, choose the data with flags. Flags also change settings, for example
---validation-rows 1000, --max-seq-len 512, --generation-eval-every 1 or
---validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads their data. --tasks core
-computes the CORE metric of DCLM and nanochat from the items in nanochat's eval_bundle.
+For a run, the newest valid checkpoint is evaluated with the run's data and settings, compiled if the run was.
+The results equal those that the run logged, on the same hardware. For other models, choose the data with
+flags. Flags also change settings, for example --validation-rows 1000, --max-seq-len 512, --compile false,
+--generation-eval-every 1 or --validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads
+their data. --tasks core computes the CORE metric of DCLM and nanochat from the items in nanochat's
+eval_bundle.
 """
 
 import csv
@@ -199,7 +200,7 @@ def main() -> None:
         import extensions.hang_report  # noqa: F401
         from extensions.evaluate import Harness, settings_for
         from extensions.inference.weights import find_model
-        from model_utils import choose_dtype
+        from model_utils import choose_dtype, why_not_compile
         from parallel.ranks import RunContext, StopSignals, joined_ranks
         from run.facts import prepare_device
 
@@ -236,12 +237,14 @@ def main() -> None:
                             "prepared data with --data, HellaSwag items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
+    compiled = any(row.name == "validation" for row in found.rows) and not why_not_compile(config, device.type)
     tests = [test for each in before for test in paired_tests(each, found)]
     if found.rows:
         names = [f"{each}{f' (step {result.step:,})' if result.step else ''}"
                  for each, result in zip([*earlier, folder], [*before, found])]
         lines = comparison(before[0], found, tests) if before else table(found.rows)
-        show(f"{', then '.join(names)}, {dtype} on {device}, {config.max_seq_len:,} tokens at a time", *lines)
+        show(f"{', then '.join(names)}, {dtype} on {device}{', compiled' * compiled}, "
+             f"{config.max_seq_len:,} tokens at a time", *lines)
     if args.json:
         write_json(args.json, [*earlier, folder], [*before, found], tests)
     if problem:

@@ -142,19 +142,21 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
 
 
 def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
-                 dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
+                 dtype: Optional[torch.dtype] = None, tokenizer: Any = None,
+                 compiled: bool = False) -> tuple[Transformer, Any]:
     """Return the model in a folder, including adapters on `base`, and its tokenizer, for inference.
 
     The base is that of training if it is not given, and quantized as in training. All parameters are frozen,
-    and matrices have the compute dtype. Use `load_model` for weights to save.
+    and matrices have the compute dtype, unless they will be compiled: as in training, the kernels convert
+    them then. Use `load_model` for weights to save.
     """
     source, quantization = None, "none"
     if (folder / peft.CONFIG_FILE).exists():
         quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
         source = base_of_adapters(folder, base)
     model, tokenizer = load_model(folder, device, dtype, tokenizer, source, quantization)
-    cast_base(model.requires_grad_(False), model.compute_dtype)
-    return model, tokenizer
+    cast_base(model if compiled else model.requires_grad_(False), model.compute_dtype)  # what is frozen
+    return model.requires_grad_(False), tokenizer
 
 
 def export_dtype(folder: Path) -> torch.dtype:

@@ -53,6 +53,19 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_half_precision_run_has_one_loss(tiny_run, tmp_path, capsys):
+    """Compiled kernels round less often than eager ones, so eval compiles what the run compiled."""
+    run = tiny_run(COMPILE="true", PRECISION="bf16", MAX_STEPS=2, HELLASWAG_EVERY=0, SAMPLE_EVERY=0).trained()
+    found = {how: evaluate(run.folder, *flags, output=tmp_path / f"{how}.json")["metrics"]
+             for how, flags in (("compiled", ()), ("eager", ("--compile", "false")), ("fp32", ("--precision", "fp32")))}
+    assert found["compiled"] == logged(run, 2)
+    assert len({each["val_perplexity"] for each in found.values()}) == 3
+    assert "bfloat16 on cpu, compiled, 32 tokens at a time" in capsys.readouterr().out
+
+
 def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, capsys):
     found = evaluate(whole.checkpoint(2), whole.folder, output=tmp_path / "found.json")
     lines = capsys.readouterr().out.splitlines()
