@@ -67,7 +67,7 @@ OTHER_FORMATS = {
                          "and the tokenizer's files to the result",
     r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
                                "the trainer's own converter",
-    r"[^/]+\.gguf": "import llama.cpp's {0} with {1}/{0} FOLDER --tokenizer NAME",
+    r"[^/]+\.gguf": "import llama.cpp's {0} with {1}/{0} FOLDER",
     r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
                            "model.safetensors",
     r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "

@@ -237,14 +237,14 @@ def main() -> None:
                             "prepared data with --data, HellaSwag items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
-    compiled = any(row.name == "validation" for row in found.rows) and not why_not_compile(config, device.type)
+    is_validated = any(row.name == "validation" for row in found.rows)
+    how = f"{dtype} on {device}{', compiled' * (is_validated and not why_not_compile(config, device.type))}"
     tests = [test for each in before for test in paired_tests(each, found)]
     if found.rows:
         names = [f"{each}{f' (step {result.step:,})' if result.step else ''}"
                  for each, result in zip([*earlier, folder], [*before, found])]
         lines = comparison(before[0], found, tests) if before else table(found.rows)
-        show(f"{', then '.join(names)}, {dtype} on {device}{', compiled' * compiled}, "
-             f"{config.max_seq_len:,} tokens at a time", *lines)
+        show(f"{', then '.join(names)}, {how}, {config.max_seq_len:,} tokens at a time", *lines)
     if args.json:
         write_json(args.json, [*earlier, folder], [*before, found], tests)
     if problem:

@@ -2,11 +2,16 @@
 
 import ast
 import importlib
+import inspect
+import io
 import re
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +20,7 @@ from commands import ROOT
 
 from common import interrupts
 from common.command_line import CommandParser
+from common.errors import SettingsError
 from common.text import COMMANDS
 from config import KIND_OF_STAGE, KINDS
 from data_preparation_utils import FlagParser, flag_parser, used_settings
@@ -24,11 +30,12 @@ from scripts.main import SCRIPTS
 from scripts.prepare import SCRIPTS as PREPARATIONS
 
 DOCUMENTS = [page for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]) if page.name not in ("log.md", "CHANGELOG.md")]
-CODE = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in ("tests", "docs", ".venv", "build")]
+CODE = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]) if path.relative_to(ROOT).parts[0] not in ("tests", "docs", "build")]
 TEXTS = [*sorted((ROOT / "extensions").rglob("*.html")), *sorted((ROOT / "extensions").rglob("*.jinja")),
          *(path for path in sorted((ROOT / "extensions").rglob("*.js")) if "umd" not in path.name)]
 BLOCK = re.compile(r"^ *```(?:bash|sh|console)?\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 STARTS = re.compile(r"(?:[A-Z_]+=\S+ +)*(?:\./paddock [a-z]|(?:\.venv/bin/)?python (?:-m pytest|\S+\.py)|bash scripts/|(?:\.venv/bin/)?torchrun )")
+PLACEHOLDER = re.compile("(invalid choice: |invalid int value: |expected a number.* not )'[A-Z]+'")
 HIDDEN = "1"  # stands for what is computed when a line is printed; a number is a valid text
 
 
@@ -48,21 +55,21 @@ def in_document(page: Path) -> Iterator[Typed]:
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
     for block in BLOCK.findall(text):
         block = re.sub(r"\\\n *", "", re.sub(r"<<'?(\w+)'?.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE))
-        variables = dict(re.findall(r'^ *(\w+)="(.*)"$', block, re.MULTILINE))
+        variables = dict(re.findall(r'^ *(\w+)="(.*?)"(?= *(?:#|$))', block, re.MULTILINE))
         for line in map(str.strip, block.splitlines()):
-            for variable, value in variables.items():
-                line = line.replace(f"${variable}", value)
+            for variable in [*variables] * 2:  # one may contain another
+                line = line.replace(f"${variable}", variables[variable])
             for part in re.findall(rf"(?:^|&& )({STARTS.pattern}.*?)(?= && |$)", line):
-                yield Typed(name, part)
+                yield Typed(name, part.removesuffix(" ..."))
     for code in re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
-        if STARTS.match(code) and len(code.split()) > 2:  # more than a command's name
-            yield Typed(name, code.partition(" && ")[0])
+        if STARTS.match(code) and "--" in code:  # not only a command's name
+            yield Typed(name, code.partition(" && ")[0].removesuffix(" ..."))
 
 
 def in_page(path: Path) -> Iterator[Typed]:
     """What a page or a model card shows; a function's parameters have the values of its calls."""
     text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
-    for line in re.findall(r"\./paddock [a-z][^`<\n]*(?:`[^`\n]*`[^`<\n]*)*", text):
+    for line in re.findall(r"\./paddock [a-z-]+(?= )[^`<\n]*(?:`[^`\n]*`[^`<\n]*)*", text):
         line = re.sub(r"\$\{source \? ` --\$\{setting\} .*?` : \"\"\}", " --${setting} 'runs/chat'", line)
         calls = re.findall(r'exportAs\("(\w+)", "(\w+)", "([\w-]+)"', text) if "${kind}" in line else [("", "", "")]
         line = re.sub(r"\{\{.*?\"(\w+)\" if .*? else \"(\w+)\" \}\}", r"\1", line)
@@ -76,25 +83,32 @@ def text_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        parts = (each if isinstance(each, ast.Constant) else each.value for each in node.values)
-        return "".join("./paddock" if isinstance(part, ast.Name) and part.id == "PROGRAM" else text_of(part) for part in parts)
+        return "".join(text_of(getattr(each, "value", each) if isinstance(each, ast.FormattedValue) else each) for each in node.values)
+    if isinstance(node, ast.Name) and node.id == "PROGRAM":
+        return "./paddock"
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command" and text_of(node.args[0]) in COMMANDS:
+        given = [text_of(each) for each in node.args[1:] if not isinstance(each, ast.Starred)]
+        return " ".join(["./paddock", COMMANDS[text_of(node.args[0])], *map(shlex.quote, given)])
     return HIDDEN
 
 
 def in_code(path: Path) -> Iterator[Typed]:
-    """The calls of `command`, and the lines and sentences of texts that begin with ./paddock."""
-    name = str(path.relative_to(ROOT))
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nested = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command" and text_of(node.args[0]) in COMMANDS:
-            given = [text_of(each) for each in node.args[1:] if not isinstance(each, ast.Starred)]
-            if given:  # without arguments, it only names a command
-                yield Typed(f"{name}:{node.lineno}", f"./paddock {COMMANDS[text_of(node.args[0])]} {shlex.join(given)}")
-        elif isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in nested and "/paddock " in (text := text_of(node)):
-            lines = re.findall(r"^ +((?:[A-Z_]+=\S+ )*\./paddock [a-z].*)$", text, re.MULTILINE)  # of a help text
-            lines = [re.split(r"  +| \| ", line)[0] for line in lines] or re.findall(r"\./paddock [a-z]+ [^`;,()\n]*?--[^`;,()\n]*", text)
-            yield from (Typed(f"{name}:{node.lineno}", line) for line in lines)
+    """The calls of `command`, with what a sentence adds to them; and the lines of texts that begin with ./paddock."""
+    name, seen = str(path.relative_to(ROOT)), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if id(node) in seen or not isinstance(node, ast.Constant | ast.JoinedStr | ast.Call):
+            continue
+        if isinstance(node, ast.Call):
+            lines = [text_of(node)] * (getattr(node.func, "id", "") == "command")
+        else:
+            seen |= {id(part) for part in ast.walk(node)}
+            text = re.sub(r" *\\\n *", " ", text_of(node))
+            lines = [re.split(r"  +| \| ", line)[0] for line in re.findall(r"^ +((?:[A-Z_]+=\S+ )*\./paddock [a-z].*)$", text, re.MULTILINE)]
+            lines = lines or re.findall(r"\./paddock [a-z]+ [^`;,()\n]*", text)
+        for line in lines:
+            line = " ".join(takewhile(lambda word: not re.match(r"[\[|]", word), re.sub(r"[.:]$", "", line).split(" ")))
+            if " --" in line and not line.endswith("--to 1"):  # not only a command's name, or a part of it
+                yield Typed(f"{name}:{node.lineno}", line)
 
 
 @cache
@@ -120,13 +134,19 @@ def refuse_unknown(flags: list[str]) -> None:
 def check_flags(words: list[str]) -> None:
     """Fail, or exit with argparse's error, unless a command accepts these flags; it does nothing else."""
     words = words[next(place for place, word in enumerate(words) if not re.match("[A-Z_]+=", word)):]
-    if words[0] == "./paddock":
-        script, *fixed = SCRIPTS[words[1]]
-        return check_script(f"scripts/{script}", [*fixed, *words[2:]])
     if "torchrun" in words[0]:
-        words = words[next(place for place, word in enumerate(words) if word.endswith(".py")) - 1:]
-    if words[1:3] != ["-m", "pytest"]:
-        check_script(words[1], words[2:])
+        words = words[next((place for place, word in enumerate(words) if word.endswith(".py")), 1) - 1:]
+    if words[1:3] == ["-m", "pytest"] or "torchrun" in words[0]:  # torchrun of another trainer's module
+        return
+    script, *fixed = [f"scripts/{SCRIPTS[words[1]][0]}", *SCRIPTS[words[1]][1:]] if words[0] == "./paddock" else words[1:2]
+    stderr = io.StringIO()
+    try:
+        with redirect_stderr(stderr):
+            check_script(script, [*fixed, *words[2:]])
+    except (SystemExit, SettingsError) as error:
+        # --help exits with 0. A word in capitals stands for a value, which may be one of several, or a number.
+        if getattr(error, "code", 1) != 0 and not PLACEHOLDER.search(f"{error} {stderr.getvalue()}"):
+            raise AssertionError(f"{error} {stderr.getvalue()}") from error
 
 
 def check_script(path: str, flags: list[str]) -> None:
@@ -158,14 +178,30 @@ def check_script(path: str, flags: list[str]) -> None:
     def stop(parser: FlagParser, *_) -> None:
         raise Became()
 
+    inside = []
+
+    def parse_args(parser: ArgumentParser, *given) -> None:
+        inside.append(parser)
+        parse(parser, *given)
+        stop(parser)
+
+    def parse_known_args(parser: ArgumentParser, *given) -> tuple[Namespace, list[str]]:
+        found = parse_known(parser, *given)
+        if not inside:
+            refuse_unknown(found[1])
+            stop(parser)
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(ROOT / path), *flags])
         patch.setattr(interrupts, "become", become)
         patch.setattr(FlagParser, "parse", stop)
         try:
             if not hasattr(module, "parse_args"):
-                parse = CommandParser.parse_args
-                patch.setattr(CommandParser, "parse_args", lambda parser, *given: parse(parser, *given) and stop(parser))
+                parse, parse_known = ArgumentParser.parse_args, CommandParser.parse_known_args
+                patch.setattr(ArgumentParser, "parse_args", parse_args)
+                if "parser.parse_known_args" in inspect.getsource(module.main):
+                    patch.setattr(CommandParser, "parse_known_args", parse_known_args)
                 module.main(*[flags] * path.endswith("load_hellaswag_dataset.py"))
                 raise AssertionError(f"{path} did not parse its flags")
             parsed = module.parse_args()

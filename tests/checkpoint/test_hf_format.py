@@ -331,7 +331,7 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
     ("checkpoint-500/config.json", "name one of the Trainer's checkpoints, as in checkpoint-500/config.json"),
     ("consolidated.00.pth", r"import Meta's consolidated.00.pth with ./paddock import .* FOLDER"),
     ("lit_model.pth", "convert_from_litgpt"), ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"), ("zero_to_fp32.py", "--safe_serialization"),
-    ("model_000650.pt", "model_000650.pt is pickled.*nanochat"), ("model-q8.gguf", r"import .*/model-q8.gguf FOLDER --tokenizer NAME"),
+    ("model_000650.pt", "model_000650.pt is pickled.*nanochat"), ("model-q8.gguf", r"import .*/model-q8.gguf FOLDER$"),
     ("pytorch_model-00001-of-2.bin", "save_pretrained"),
     ("model.safetensors", "needs config.json"), ("optimizer.pt", "name another folder"), ("notes.txt", "name another folder")])
 def test_the_folder_of_another_tool_is_recognized_with_a_way_to_use_it(name, message, tmp_path):
