@@ -33,7 +33,7 @@ DOCUMENTS = [page for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob
 CODE = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]) if path.relative_to(ROOT).parts[0] not in ("tests", "docs", "build")]
 TEXTS = [*sorted((ROOT / "extensions").rglob("*.html")), *sorted((ROOT / "extensions").rglob("*.jinja")),
          *(path for path in sorted((ROOT / "extensions").rglob("*.js")) if "umd" not in path.name)]
-BLOCK = re.compile(r"^ *```(?:bash|sh|console)?\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 STARTS = re.compile(r"(?:[A-Z_]+=\S+ +)*(?:\./paddock [a-z]|(?:\.venv/bin/)?python (?:-m pytest|\S+\.py)|bash scripts/|(?:\.venv/bin/)?torchrun )")
 PLACEHOLDER = re.compile("(invalid choice: |invalid int value: |expected a number.* not )'[A-Z]+'")
 HIDDEN = "1"  # stands for what is computed when a line is printed; a number is a valid text
@@ -50,10 +50,10 @@ class Typed(NamedTuple):
         return shlex.split(self.line, comments=True)
 
 
-def in_document(page: Path) -> Iterator[Typed]:
+def in_document(page: Path, only_blocks: bool = False) -> Iterator[Typed]:
     """The lines of code blocks, joined where they continue and without shell variables; and code in the text."""
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
-    for block in BLOCK.findall(text):
+    for block in (block for language, block in BLOCK.findall(text) if language in ("", "bash", "sh", "console")):
         block = re.sub(r"\\\n *", "", re.sub(r"<<'?(\w+)'?.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE))
         variables = dict(re.findall(r'^ *(\w+)="(.*?)"(?= *(?:#|$))', block, re.MULTILINE))
         for line in map(str.strip, block.splitlines()):
@@ -61,7 +61,7 @@ def in_document(page: Path) -> Iterator[Typed]:
                 line = line.replace(f"${variable}", variables[variable])
             for part in re.findall(rf"(?:^|&& )({STARTS.pattern}.*?)(?= && |$)", line):
                 yield Typed(name, part.removesuffix(" ..."))
-    for code in re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
+    for code in () if only_blocks else re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
         if STARTS.match(code) and "--" in code:  # not only a command's name
             yield Typed(name, code.partition(" && ")[0].removesuffix(" ..."))
 

@@ -283,7 +283,7 @@ def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, 
     fits = make_plan(run.argv(MICRO_BATCH_SIZE=4), {}).config
     room = check.forecast_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
     for share, mark in ((1.1, "ok"), (1.07, "warn"), (1, "warn")):
-        monkeypatch.setattr(check.os, "sysconf", lambda name: int(share * room) if name == "SC_PHYS_PAGES" else 1)
+        monkeypatch.setattr(check.os, "sysconf", lambda name, share=share: int(share * room) if name == "SC_PHYS_PAGES" else 1)
         checked = Checked(run, capsys, MICRO_BATCH_SIZE=4)
         assert (checked.code, checked.marks()["memory"]) == (0, mark)
     assert re.fullmatch(r"tight: about .* Forecasts are good to 5 %, so leave 8 % free", checked.text("warn"))

@@ -19,7 +19,7 @@ def test_commands_are_found_wherever_they_are_shown(tmp_path, monkeypatch):
 
     monkeypatch.setattr("typed.ROOT", tmp_path)
     (tmp_path / "a.md").write_text("Run `./paddock runs --clean` now.\n```bash\n./paddock train --depth 2 \\\n    --epochs 1   # twice\n```\n")
-    (tmp_path / "b.py").write_text('text = f"merge it with {command("scripts/merge_lora.py", folder)} --output FOLDER."\n')
+    (tmp_path / "b.py").write_text('text = f"merge it with {command(SCRIPT, folder)} --output FOLDER."\n'.replace("SCRIPT", "'scripts/merge_lora.py'"))
     assert [each.line for each in in_code(tmp_path / "b.py")] == ["./paddock export --to merged 1 --output FOLDER"]
     (tmp_path / "a.py").write_text('"""Do it.\n\n    ./paddock eval a --limit 1   one\n"""\nprint(command("scripts/report.py", folder, "--log"))\n'
                                    'print(f"see {PROGRAM} runs --clean")\n')

@@ -1,0 +1,76 @@
+"""The commands of each document run as they are typed there, in its order, in a folder with toy data and finished runs.
+
+What needs a GPU, a cluster, the hub or minutes, or never ends, is only parsed (tests/style/test_typed_commands.py).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from commands import ROOT
+from factories import TINY, UNMEASURED, sentence, write_jsonl
+from typed import DOCUMENTS, in_document
+
+pytestmark = pytest.mark.slow
+ELSEWHERE = re.compile("|".join((
+    r"--gpus|--nnodes|--nproc|NPROC|torchrun|--memory-snapshot|--ranks|--profile-steps", "serve",  # GPUs and clusters; what does not end
+    r"[\w-]+/[\w.-]*(?:Llama|SmolLM)|OWNER/|hf://|fineweb|results/|\bgsm8k|--tasks|PADDOCK_UV|prepare hellaswag",  # the hub
+    r"\b(?:NAME|RUN|SWEEP|PATTERN|FOLDER|SOURCE|FILES?|MODEL|ITEMS|DATA|N|K|STEP)\b",  # the reader's own names
+    r"paddock (?:demo|pipeline|race|test|sweep|without|doctor)|scripts/dev|gpu_suite|mutations|pytest|verify_resume|heroes|results\.py",
+    r"--preset sample|recipes.py|--prepare-ahead|--figure|theirs|write_docs|golden\.py",
+    r"paddock (?:train|check)$|/grown|data/pretrain|sums|guesses|runs/pipeline|prepare sample")))  # what needs .env, or the output of a command above
+TOY = {name: TINY[name] for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MAX_SEQ_LEN", "MICRO_BATCH_SIZE", "MAX_STEPS",
+                                    "DEVICE", "PRECISION", "COMPILE")} | UNMEASURED
+PAGES = {str(page.relative_to(ROOT)): lines for page in DOCUMENTS
+         if (lines := [line for each in in_document(page, only_blocks=True) if not ELSEWHERE.search(line := re.sub(r"\s+#.*", "", each.line))])}
+
+
+@pytest.fixture(scope="module")
+def world(whole, stages, tmp_path_factory):
+    """A folder with texts, chats, pairs, prompts, items and runs under the names that the documents use."""
+    folder, rng = tmp_path_factory.mktemp("world"), Random(3)
+    (folder / "paddock").write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT}/scripts/main.py \"$@\"\n")
+    (folder / "paddock").chmod(0o755)
+    text = "\n\n".join(" ".join(sentence(rng) for _ in range(8)) for _ in range(300))
+    (folder / "book.txt").write_text(text)
+    (folder / "corpus").mkdir()
+    write_jsonl(folder / "corpus/a.jsonl", ({"text": each} for each in text.split("\n\n")))
+    for kind in ("chats", "pairs", "prompts"):
+        source, = Path(getattr(stages, kind)).parents[1].glob(f"{kind}.jsonl")
+        for place in (f"{kind}/a.jsonl", f"{kind}.jsonl", f"Downloads/{kind}.jsonl"):
+            (folder / place).parent.mkdir(exist_ok=True)
+            shutil.copy(source, folder / place)
+    write_jsonl(folder / "questions.jsonl", ({"messages": [{"role": "user", "content": "cat?"}]} for _ in range(3)))
+    (folder / "data").mkdir()
+    write_jsonl(folder / "data/arc.jsonl", ({"question": "The cat", "choices": ["sat", "fox"], "answer": 0} for _ in range(5)))
+    adapters, preferred = (stages.run(mode, folder / "made", RUN_NAME=mode, MAX_STEPS=2, **UNMEASURED).trained().folder
+                           for mode in ("lora-sft", "dpo-live"))
+    for source, names in ((whole.folder, ("first", "second", "other", "book")), (preferred, ("preferred", "better")),
+                          (adapters, ("adapters", "chat", "helper"))):
+        for name in names:
+            shutil.copytree(source, folder / "runs" / name)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_document_run_as_typed(page, world, prepared, tmp_path):
+    place = shutil.copytree(world, tmp_path / "world")
+    for line in PAGES[page]:
+        made = [place / name for name in re.findall(r"--output (\S+)", line)]  # perhaps by a command above
+        made += [place / "runs" / name for name in re.findall(r"--run-name (\S+)", line) if "-data-path" in line]
+        for each in filter(os.path.exists, made):
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        for name in re.findall(r"Downloads/(\S+jsonl)", line):
+            shutil.copy(place / ("pairs.jsonl" if "preferences" in name else "chats.jsonl"), place / "Downloads" / name)
+        settings = {} if "--device-memory" in line else {**TOY, "PREPARATION_WORKERS": 1}
+        if re.search("prepare (text|chats|pairs|prompts)", line) and not re.search("checkpoint|tokenizer", line):
+            settings["TOKENIZER_PATH"] = prepared.tokenizer  # which is in .env
+        line = line.replace("1234", "4").replace(".venv/bin/python scripts", f"{sys.executable} {ROOT}/scripts")
+        done = subprocess.run(["bash", "-c", line], cwd=place, env=os.environ | {name: str(value) for name, value in settings.items()}
+                              | {"HOME": str(place)}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
