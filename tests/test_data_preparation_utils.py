@@ -29,7 +29,14 @@ from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source, identity_of
 from data_pipeline.workers import split_of
-from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
+from data_preparation_utils import (
+    PreparationOptions,
+    describe,
+    flag_parser,
+    prepare_from_flags,
+    prepare_set,
+    used_settings,
+)
 from plan.make import make_plan
 from scripts.prepare import train_command
 from tokenizer import load_tokenizer
@@ -542,3 +549,18 @@ def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, 
     assert (config.preference_objective == "kto") == (name == "unpaired") and config.generation_eval_every in (0, 5)
     (tmp_path / "runs" / folder.name).mkdir()
     assert f"--run-name {folder.name}-2 " in train_command(kind, folder, used), "a run that exists is not resumed"
+
+
+def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, monkeypatch):
+    """As the chat page prints it, by a run's folder or name."""
+    monkeypatch.chdir(tmp_path)
+    chats = write_jsonl(tmp_path / "chats.jsonl", ({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(20)))
+    for start, output_dir in ((str(whole.folder), "runs"), (whole.folder.name, str(whole.output_dir))):
+        flags = ["--source", chats, "--pretrain-checkpoint", start, "--output-dir", output_dir, "--output", str(tmp_path / start[-3:])]
+        flag_parser("chats", "").refuse_unused(flags, *used_settings("chats"))
+        folder = prepare_from_flags("chats", flags)
+        used = flag_parser("chats", "").parse(flags)[1]
+        assert json.loads((folder / MANIFEST).read_text())["tokenizer_sha256"] == load_tokenizer(used.tokenizer_path).sha256
+        assert f"--pretrain-checkpoint {start}" in train_command("chats", folder, used)
+    with pytest.raises(SettingsError, match="without effect here, remove --pretrain-checkpoint"):
+        flag_parser("documents", "").refuse_unused(flags, *used_settings("documents"))

@@ -53,6 +53,7 @@ class Typed(NamedTuple):
 def in_document(page: Path, only_blocks: bool = False) -> Iterator[Typed]:
     """The lines of code blocks, joined where they continue and without shell variables; and code in the text."""
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
+    of_recipes = [f"--{added.replace('_', '-')} " for added in re.findall(r"^\+    (\w+): .* = (?:safe|curve|fixed)\(", text, re.MULTILINE)]
     for block in (block for language, block in BLOCK.findall(text) if language in ("", "bash", "sh", "console")):
         block = re.sub(r"\\\n *", "", re.sub(r"<<'?(\w+)'?.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE))
         variables = dict(re.findall(r'^ *(\w+)="(.*?)"(?= *(?:#|$))', block, re.MULTILINE))
@@ -60,7 +61,8 @@ def in_document(page: Path, only_blocks: bool = False) -> Iterator[Typed]:
             for variable in [*variables] * 2:  # one may contain another
                 line = line.replace(f"${variable}", variables[variable])
             for part in re.findall(rf"(?:^|&& )({STARTS.pattern}.*?)(?= && |$)", line):
-                yield Typed(name, part.removesuffix(" ..."))
+                if not any(flag in part for flag in of_recipes):
+                    yield Typed(name, part.removesuffix(" ..."))
     for code in () if only_blocks else re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
         if STARTS.match(code) and "--" in code:  # not only a command's name
             yield Typed(name, code.partition(" && ")[0].removesuffix(" ..."))

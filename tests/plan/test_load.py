@@ -853,3 +853,20 @@ def test_aliases_in_yaml_are_refused_before_they_are_expanded():
     assert problem.startswith("bomb.yaml:2: not valid YAML: write out *a0")
     Path("merge.yaml").write_text("base: &base\n  max_steps: 3\nrun:\n  <<: *base\n")
     assert "merge.yaml:4" in problems("--config", "merge.yaml")[0]
+
+
+def test_the_name_of_a_run_is_its_tokenizer_and_a_preparation_takes_that_of_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/book").mkdir(parents=True)
+    Path("elsewhere/book").mkdir(parents=True)
+
+    def tokenizer(*flags: str) -> str | None:
+        return make_plan(flags, {}, complete=False).config.tokenizer_path
+
+    assert tokenizer("--tokenizer-path", "book") == tokenizer("--pretrain-checkpoint", "book") == "runs/book"
+    assert tokenizer("--tokenizer-path", "book", "--output-dir", "elsewhere") == "elsewhere/book"
+    assert tokenizer("--tokenizer-path", "a/b", "--pretrain-checkpoint", "book") == "a/b", "what is set counts"
+    assert tokenizer("--instruct-checkpoint", "owner/name@main") == "owner/name"
+    assert find_run("book", ["--output-dir", "elsewhere"]) == Path("elsewhere/book") and find_run("book") == Path("runs/book")
+    Path("book").touch()
+    assert tokenizer("--tokenizer-path", "book") == "book", "a file of this name"

@@ -3,10 +3,13 @@
 import os
 import re
 import signal
+import sys
 
 import pytest
 from commands import Command, python
 from factories import TinyRun
+
+from scripts.sweep import parse_args
 
 
 @pytest.mark.slow
@@ -33,3 +36,10 @@ def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
         done = python("scripts/sweep.py", *flags, *run.argv())
         assert done.returncode == 2 and reason in done.stderr
     assert not run.output_dir.exists()
+
+
+@pytest.mark.parametrize("flag", ["--name", "--run-name"])
+def test_a_sweep_has_the_name_of_its_runs(flag, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--vary", "DEPTH=1,2", flag, "sizes", "--seed", "7"])
+    args, settings = parse_args()
+    assert args.name == "sizes" and settings == ["--seed", "7"]

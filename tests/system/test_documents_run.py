@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 from commands import ROOT
-from factories import TINY, UNMEASURED, sentence, write_jsonl
+from factories import TINY, UNMEASURED, write_jsonl
 from typed import DOCUMENTS, in_document
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,8 @@ def world(whole, stages, tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("world"), Random(3)
     (folder / "paddock").write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT}/scripts/main.py \"$@\"\n")
     (folder / "paddock").chmod(0o755)
-    text = "\n\n".join(" ".join(sentence(rng) for _ in range(8)) for _ in range(300))
+    words = ["".join(rng.choices("aeioubcdfghlmnprst", k=rng.randint(2, 9))) for _ in range(6000)]  # enough for 4,096 tokens
+    text = "\n\n".join(" ".join(rng.choices(words, k=60)) for _ in range(400))
     (folder / "book.txt").write_text(text)
     (folder / "corpus").mkdir()
     write_jsonl(folder / "corpus/a.jsonl", ({"text": each} for each in text.split("\n\n")))
@@ -48,7 +49,7 @@ def world(whole, stages, tmp_path_factory):
     write_jsonl(folder / "questions.jsonl", ({"messages": [{"role": "user", "content": "cat?"}]} for _ in range(3)))
     (folder / "data").mkdir()
     write_jsonl(folder / "data/arc.jsonl", ({"question": "The cat", "choices": ["sat", "fox"], "answer": 0} for _ in range(5)))
-    adapters, preferred = (stages.run(mode, folder / "made", RUN_NAME=mode, MAX_STEPS=2, **UNMEASURED).trained().folder
+    adapters, preferred = (stages.run(mode, folder / "made", RUN_NAME=mode, MAX_STEPS=2, **UNMEASURED | {"VALIDATE_EVERY": 2}).trained().folder
                            for mode in ("lora-sft", "dpo-live"))
     for source, names in ((whole.folder, ("first", "second", "other", "book")), (preferred, ("preferred", "better")),
                           (adapters, ("adapters", "chat", "helper"))):
