@@ -556,7 +556,7 @@ def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     chats = write_jsonl(tmp_path / "chats.jsonl", ({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(20)))
     for start, output_dir in ((str(whole.folder), "runs"), (whole.folder.name, str(whole.output_dir))):
-        flags = ["--source", chats, "--pretrain-checkpoint", start, "--output-dir", output_dir, "--output", str(tmp_path / start[-3:])]
+        flags = ["--source", chats, "--pretrain-checkpoint", start, "--output-dir", output_dir, "--output", str(tmp_path / "set" / start[-3:])]
         flag_parser("chats", "").refuse_unused(flags, *used_settings("chats"))
         folder = prepare_from_flags("chats", flags)
         used = flag_parser("chats", "").parse(flags)[1]

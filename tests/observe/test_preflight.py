@@ -181,24 +181,25 @@ def test_eight_planned_gpus_are_eight_times_as_fast_and_take_as_many_hours(tmp_p
     assert fast == pytest.approx(8 * alone, rel=1e-3) and least == pytest.approx(hours, rel=1e-3) and slow < 0.99 * fast
 
 
-def test_the_communication_of_a_plan_is_that_of_the_table_of_scaling():
-    """docs/scaling.md, whose table was computed by a program that is no longer here, and whose bytes torch's collectives confirmed."""
-    models = {"174M": ("", {"micro_batch_size": 8, "max_seq_len": 1024}), "1B": ("llama3.2-1b", {"micro_batch_size": 4}),
-              "8B": ("llama3-8b", {"micro_batch_size": 1, "max_seq_len": 4096, "activation_checkpointing": "block"})}
-    page = (Path(check.__file__).parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
-    tables = re.findall(r"^\| GPUs \| 174M.*\n\|[-|]+\n((?:\| [\d,]+ \|.*\n)+)", page, re.MULTILINE)
-    assert len(tables) == 2
-    for count, table in zip((1, 8), tables):
-        for row in table.replace(",", "").splitlines():
-            gpus, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-            for ((preset, changes), mode), cell in zip(product(models.values(), ("none", "full", "hybrid")), cells, strict=True):
-                config = validate(read_preset(preset, "").values)[0].model_copy(update=changes | {"sharding": mode, "world_size": int(gpus)})
+def test_the_communication_of_a_plan_is_that_of_the_table_of_documents():
+    """The table was computed by a program that is no longer here, and its bytes were those of torch's collectives."""
+    models = (("", {"micro_batch_size": 8, "max_seq_len": 1024}),  # 174M
+              ("llama3-8b", {"micro_batch_size": 1, "max_seq_len": 4096, "activation_checkpointing": "block"}))
+    page = (Path(check.__file__).parents[1] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\d,]+) \| (\d+-\d+; .*) \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    for ranks, cells in rows:
+        for ((preset, changes), mode), cell in zip(product(models, ("none", "full", "hybrid")), cells.split(" | "), strict=True):
+            for count, expected in zip((1, 8), cell.split("; "), strict=True):
+                gpus = int(ranks.replace(",", ""))
+                config = validate(read_preset(preset, "").values)[0].model_copy(update=changes | {"sharding": mode, "world_size": gpus})
                 tokens = count * config.micro_batch_size * config.max_seq_len
-                config = config.model_copy(update={"total_batch_size": tokens * int(gpus)})
-                flops = 3 * sum(cost.forward_flops(config, 128_256, config.max_seq_len)) * (4 / 3 if preset == "llama3-8b" else 1)
+                config = config.model_copy(update={"total_batch_size": tokens * gpus})
+                flops = 3 * sum(cost.forward_flops(config, 128_256, config.max_seq_len)) * (4 / 3 if preset else 1)
                 computed = tokens * flops / (0.45 * 989e12)
                 exchange = sum(each.seconds for each in cost.exchanged(config, 128_256))
-                assert f"{100 * computed / (computed + exchange):.0f}-{100 * computed / max(computed, exchange):.0f}" == cell, (gpus, mode, preset)
+                found = f"{100 * computed / (computed + exchange):.0f}-{100 * computed / max(computed, exchange):.0f}"
+                assert found == expected, (ranks, preset, mode, count)
 
 
 def test_a_ring_takes_the_time_of_the_formula_and_hybrid_sharding_is_faster_on_two_machines(tmp_path, capsys, monkeypatch):
@@ -212,7 +213,7 @@ def test_a_ring_takes_the_time_of_the_formula_and_hybrid_sharding_is_faster_on_t
     monkeypatch.chdir(tmp_path)
     flags = ("--preset", "llama3.2-1b", "--total-batch-size", str(8 * 16 * 4 * 4096), "--world-size", "16", "--sharding")
     full, hybrid = (planned_speed(capsys, *flags, mode) for mode in ("full", "hybrid"))
-    assert hybrid[1] == full[1] and hybrid[0] > full[0], "docs/scaling.md: with several micro-batches, from the second machine on"
+    assert hybrid[1] == full[1] and hybrid[0] > full[0], "docs/gpus.md: with several micro-batches, from the second machine on"
 
 
 @pytest.mark.parametrize("memory, card, expected", [
