@@ -64,7 +64,8 @@ def in_document(page: Path, only_blocks: bool = False) -> Iterator[Typed]:
                 if not any(flag in part for flag in of_recipes):
                     yield Typed(name, part.removesuffix(" ..."))
     for code in () if only_blocks else re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
-        if STARTS.match(code) and "--" in code:  # not only a command's name
+        is_ours = "paddock" in code or page.name != "coming-from.md"  # which shows commands of other trainers
+        if STARTS.match(code) and "--" in code and is_ours:  # not only a command's name
             yield Typed(name, code.partition(" && ")[0].removesuffix(" ..."))
 
 
