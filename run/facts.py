@@ -214,17 +214,16 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         base = Path(start.base or start.folder)
         messages += model_utils.check_vocabulary(base, tokenizer, config)
         identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
-    elif start.continues and (config.lora_enabled or (
-            has_reference(config) and not objectives.reference_is_stored(config))):
+    elif start.continues and (config.lora_enabled or objectives.reference_is_live(config)):
         progress = start.state["progress"]
         home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
         base = find_base(config, progress, home, warnings.append)
         start = start._replace(base=str(base), layers=config.n_layers)
         warnings += check_model(start, config)
         identities["base"] = model_identity(progress["base_sha256"], config)
-    if config.lora_enabled and has_reference(config):
-        if adapters := adapters_of_start(start, config, run_dir):
-            identities["reference_adapters"] = adapters
+    has_reference = objectives.reference_is_live(config) or objectives.reference_is_stored(config)
+    if config.lora_enabled and has_reference and (adapters := adapters_of_start(start, config, run_dir)):
+        identities["reference_adapters"] = adapters
     if config.distillation_enabled:
         teacher = find_teacher(config, tokenizer)
         model, recorded = identity_of_teacher(teacher), start.state.get("identity", {}).get("TEACHER_MODEL")
@@ -267,12 +266,6 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
         warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which "
                         f"was prepared with {had}; prepare the data again to use it")
     return warnings
-
-
-def has_reference(config: Config) -> bool:
-    if config.training_stage == "dpo":
-        return objectives.PREFERENCE_OBJECTIVES[config.preference_objective].needs_reference
-    return config.training_stage == "grpo" and not config.distillation_enabled and config.grpo_beta > 0
 
 
 def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:

@@ -4,7 +4,6 @@ With ASYNC_SAVE, each rank copies its share into host memory, and a thread write
 continues. Otherwise, training stops while the ranks read and write one tensor after another.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,10 +42,9 @@ class RankShard:
     `shards` ranks hold one copy of the model; hashed blocks have a multiple of `block_multiple` rows.
     """
 
-    @collective
     def __init__(self, ranks: Ranks, shards: int, block_multiple: int, warn: Warn):
         self.ranks, self.block_multiple, self.warn = ranks, block_multiple, once(warn)
-        local = ranks.on_rank0(lambda: min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
+        local = ranks.on_first_machine
         copies, writers = max(1, local // shards), min(shards, local)
         copy, shard = divmod(ranks.rank, shards)
         self.parts = copies * writers
@@ -179,11 +177,15 @@ class PendingSave:
     @collective
     def written(self, warn: Warn) -> dict[str, dict[str, Any]]:
         """Wait until every rank has written its part; return the files' fields in the manifest."""
-        ranks = self.shard.ranks
-        if self.in_background:
-            parts = ranks.gather_or_raise(lambda: self.thread.result(warn) if self.thread else (-1, {}))
-        else:
-            parts = store.retrying(lambda: ranks.gather_or_raise(self.write), warn)
+        def write() -> tuple[int, dict[str, list[str]]]:
+            if not self.in_background:
+                return self.write()
+            return self.thread.result(warn) if self.thread else (-1, {})
+
+        def gather() -> list[tuple[int, dict[str, list[str]]]]:
+            return self.shard.ranks.gather_or_raise(write)
+
+        parts = gather() if self.in_background else store.retrying(gather, warn)  # threads retry themselves
         by_part = [hashes for part, hashes in sorted(parts, key=lambda each: each[0]) if part >= 0]
         return {name: file.entry(hashes[name] for hashes in by_part) for name, file in self.files.items()}
 
