@@ -180,7 +180,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
 
 
 def _read_reference(path: Path, provenance: Mapping[str, str]) -> tuple[Optional[Tensor], str]:
-    """Return the stored values, or None with the reason, which is empty if there is no file."""
+    """Return the stored values, or None and the fault of the file, "" if it does not exist."""
     try:
         if not path.is_file():
             return None, ""

@@ -216,7 +216,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
 
 
 def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
-    """Return join(*arguments); an error of torch becomes one that says what to check."""
+    """Return join(*arguments); an error of torch becomes a SettingsError with what to check."""
     try:
         return join(*arguments)
     # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.

@@ -1,4 +1,4 @@
-"""`build` constructs the run that a plan describes, on every rank; it decides nothing.
+"""`build` constructs the run that a plan describes, on every rank; it makes no decisions.
 
 `open_run` is the start: rank 0 completes the plan (facts.py), the others get it, and all build. Training,
 replay and --check share these functions. Only the lock is written into the run's folder.
@@ -272,15 +272,19 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
 def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
-    config, is_online, reference = run.config, run.config.training_stage == "grpo", None
+    config, stage = run.config, run.config.training_stage
+    reference = objectives.stored_reference if objectives.reference_is_stored(config) else None
     if objectives.reference_is_live(config):
-        reference = live_reference(run, base, mesh)
-    if config.training_stage == "dpo":
+        compute = objectives.pair_logprobs if stage == "dpo" else objectives.token_logprobs
+        if config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
+            reference = partial(logprobs_without_adapters, run.model, compute=compute)
+        else:
+            frozen = load_reference(base.find(), run, base, mesh)
+            reference = partial(objectives.frozen_logprobs, frozen, compute=compute)
+    if stage == "dpo":
         objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
-        if objectives.reference_is_stored(config):
-            reference = objectives.stored_reference
         return objective(config, reference, run.model, run.ranks.all_gather_json)
-    if is_online:
+    if stage == "grpo":
         rollouts = objectives.ONLINE["rollouts"](run.model, config, run.inputs.tokenizer, run.context)
         rollouts.check(run.inputs)
         if not config.distillation_enabled:
@@ -289,18 +293,9 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
         return objectives.NextToken()
     loaded = load_teacher(teacher, config, run.inputs.tokenizer.vocab_size, run.ranks, mesh)
     compiled = config.compile and run.ranks.device.type == "cuda"
-    if is_online:
+    if stage == "grpo":
         return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
     return objectives.Distillation(config, loaded, compiled)
-
-
-def live_reference(run: Run, base: Base, mesh: Optional[DeviceMesh]) -> objectives.Reference:
-    """Return a reference that runs in each step. New adapters have one without extra memory: their base."""
-    is_dpo = run.config.training_stage == "dpo"
-    compute = objectives.pair_logprobs if is_dpo else objectives.token_logprobs
-    if run.config.lora_enabled and not base.adapters:
-        return partial(logprobs_without_adapters, run.model, compute=compute)
-    return partial(objectives.frozen_logprobs, load_reference(base.find(), run, base, mesh), compute=compute)
 
 
 def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:

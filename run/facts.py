@@ -358,8 +358,14 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
         own = start.folder if start.continues or start.has_adapters else source
         generation = read_generation(Path(source)) | read_generation(Path(own))
     if start.folder is None or SUPPRESSED in generation and not start.continues:
-        seen = {*generation[SUPPRESSED]} if start.folder else None
-        generation |= {SUPPRESSED: unseen_tokens(inputs, seen, config.training_stage)}
+        # No training has seen the control tokens that the data lacks, if the weights are new; and otherwise
+        # those that the model's files name.
+        tokenizer = inputs.tokenizer
+        unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
+        unseen = {*generation[SUPPRESSED]} if start.folder else unseen
+        if unseen and config.training_stage != "grpo":  # whose records are stored among the tokens, as bytes
+            unseen -= {*inputs.used_ids()}
+        generation |= {SUPPRESSED: sorted(unseen)}
     token_ids, untrained, messages = {}, [], []
     if config.lora_enabled and not start.has_adapters and config.lora_train_tokens != "none":
         token_ids, untrained, learned = token_ids_to_train(config, inputs, Path(start.base), start.layers)
@@ -369,17 +375,6 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
                             "random or from other words look like that, so name tokens that are new")
     plan = replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
     return plan.changed(messages)
-
-
-def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
-    """Return the control tokens that no training has seen: those of new weights, or the candidates of the
-    start's generation config, that the data lacks."""
-    tokenizer = inputs.tokenizer
-    unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
-    unseen = unseen if candidates is None else candidates
-    if unseen and stage != "grpo":  # whose records are stored among the tokens, as bytes
-        unseen -= {*inputs.used_ids()}
-    return sorted(unseen)
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path, cut: Optional[int] = None
