@@ -83,7 +83,11 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
 
     Exits after --help and --version.
     """
-    exit_after_help(argv, usage)
+    if {"--help", "-h", "--version"} & set(argv):
+        with first_on_machine() as first, exit_if_unread():
+            if first:
+                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
+        raise SystemExit(0)
     env_file = Path(read_flags(argv).env_file or ".env")
     exports = read_env_file(env_file, os.environ).exports if env_file.is_file() else {}
     try:
@@ -99,15 +103,6 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
         return error
     export(plan)
     return plan
-
-
-def exit_after_help(argv: Sequence[str], usage: str) -> None:
-    """Print --help or --version, and exit, if the command line asks for one."""
-    if {"--help", "-h", "--version"} & set(argv):
-        with first_on_machine() as first, exit_if_unread():
-            if first:
-                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
-        raise SystemExit(0)
 
 
 def exit_with(error: PaddockError) -> NoReturn:

@@ -23,6 +23,7 @@ from checkpoint import store
 from checkpoint.manifest import fault_of
 from checkpoint.model_json import (
     ADAPTERS,
+    LORA_FIELDS,
     context_length,
     model_settings_from_huggingface,
     read_model_config,
@@ -44,9 +45,6 @@ from plan.identity import weights_sha256
 from plan.names import SETTING_OF, assignments, in_env
 
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
-# The settings of adapters, which come with them, and their fields in PEFT's adapter_config.json.
-ADAPTER_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-                  "lora_rslora": "use_rslora"}
 
 
 class Start(NamedTuple):
@@ -364,7 +362,7 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for
     values, notes = model.model_dump(include={*MODEL_SETTINGS}), []
     if start.has_adapters:
         content = read_model_json(Path(start.folder) / ADAPTERS)
-        values |= {name: content[key] for name, key in ADAPTER_FIELDS.items() if content.get(key) is not None}
+        values |= {name: content[key] for name, key in LORA_FIELDS.items() if content.get(key) is not None}
         if isinstance(layers := content.get("target_modules"), list):
             values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way
