@@ -177,15 +177,11 @@ class PendingSave:
     @collective
     def written(self, warn: Warn) -> dict[str, dict[str, Any]]:
         """Wait until every rank has written its part; return the files' fields in the manifest."""
-        def write() -> tuple[int, dict[str, list[str]]]:
-            if not self.in_background:
-                return self.write()
-            return self.thread.result(warn) if self.thread else (-1, {})
-
-        def gather() -> list[tuple[int, dict[str, list[str]]]]:
-            return self.shard.ranks.gather_or_raise(write)
-
-        parts = gather() if self.in_background else store.retrying(gather, warn)  # threads retry themselves
+        ranks = self.shard.ranks
+        if self.in_background:
+            parts = ranks.gather_or_raise(lambda: self.thread.result(warn) if self.thread else (-1, {}))
+        else:
+            parts = store.retrying(lambda: ranks.gather_or_raise(self.write), warn)
         by_part = [hashes for part, hashes in sorted(parts, key=lambda each: each[0]) if part >= 0]
         return {name: file.entry(hashes[name] for hashes in by_part) for name, file in self.files.items()}
 
