@@ -126,7 +126,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         prepare_device(config)
     mesh = model_utils.make_mesh(config, ranks)
 
-    def construct() -> Run:
+    def construct() -> tuple[Run, Base]:
         inputs, extensions = opened or open_on_this_machine(plan, ranks, context.log.warn)
         inputs.tokenizer.generation = dict(plan.generation)
         dtype = model_utils.choose_dtype(config, ranks.device.type)
@@ -161,21 +161,19 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         run = Run(config, context, inputs, folder, model, optimizer, scaler, progress,
                   objectives.NextToken(), start.folder and Path(start.folder),
                   extensions=() if for_replay else extensions, plan=plan)
-        teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
-        run.objective = choose_objective(run, base_of(run), mesh, teacher)
-        return run
 
-    def base_of(run: Run) -> Base:
         def find() -> Path:
             known = start.base or start.kind == "from" and start.folder
-            return Path(known or find_base(config, asdict(run.progress), folder.path, context.log.warn))
+            return Path(known or find_base(config, asdict(progress), folder.path, context.log.warn))
 
-        return Base(find, run.progress.base_sha256, start.layers,
-                    plan.identities.get("reference_adapters", {}))
+        base = Base(find, progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
+        teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
+        run.objective = choose_objective(run, base, mesh, teacher)
+        return run, base
 
-    run = ranks.raise_on_all(construct)
-    if objectives.reference_is_stored(config):
-        run.inputs = with_stored_reference(run, base_of(run), mesh)
+    run, base = ranks.raise_on_all(construct)
+    if config.training_stage == "dpo" and objectives.reference_is_stored(config):
+        run.inputs = with_stored_reference(run, base, mesh)
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
@@ -273,14 +271,7 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
     config, stage = run.config, run.config.training_stage
-    reference = objectives.stored_reference if objectives.reference_is_stored(config) else None
-    if objectives.reference_is_live(config):
-        compute = objectives.pair_logprobs if stage == "dpo" else objectives.token_logprobs
-        if config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
-            reference = partial(logprobs_without_adapters, run.model, compute=compute)
-        else:
-            frozen = load_reference(base.find(), run, base, mesh)
-            reference = partial(objectives.frozen_logprobs, frozen, compute=compute)
+    reference = choose_reference(run, base, mesh) if stage in ("dpo", "grpo") else None
     if stage == "dpo":
         objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
         return objective(config, reference, run.model, run.ranks.all_gather_json)
@@ -296,6 +287,19 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
     if stage == "grpo":
         return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
     return objectives.Distillation(config, loaded, compiled)
+
+
+def choose_reference(run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Optional[objectives.Reference]:
+    """Return the reference that an objective compares with, if any."""
+    if objectives.reference_is_stored(run.config):
+        return objectives.stored_reference
+    if not objectives.reference_is_live(run.config):
+        return None
+    is_dpo = run.config.training_stage == "dpo"
+    compute = objectives.pair_logprobs if is_dpo else objectives.token_logprobs
+    if run.config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
+        return partial(logprobs_without_adapters, run.model, compute=compute)
+    return partial(objectives.frozen_logprobs, load_reference(base.find(), run, base, mesh), compute=compute)
 
 
 def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:

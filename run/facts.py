@@ -221,9 +221,10 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         start = start._replace(base=str(base), layers=config.n_layers)
         warnings += check_model(start, config)
         identities["base"] = model_identity(progress["base_sha256"], config)
-    has_reference = objectives.reference_is_live(config) or objectives.reference_is_stored(config)
-    if config.lora_enabled and has_reference and (adapters := adapters_of_start(start, config, run_dir)):
-        identities["reference_adapters"] = adapters
+    if config.lora_enabled and (
+            objectives.reference_is_live(config) or objectives.reference_is_stored(config)):
+        if adapters := adapters_of_start(start, config, run_dir):
+            identities["reference_adapters"] = adapters
     if config.distillation_enabled:
         teacher = find_teacher(config, tokenizer)
         model, recorded = identity_of_teacher(teacher), start.state.get("identity", {}).get("TEACHER_MODEL")
