@@ -503,7 +503,7 @@ class Config(*reversed(SECTIONS)):
 
     @property
     def answers_per_prompt(self) -> int:
-        """Training rows that become of a row of the data: GRPO's answers."""
+        """Training rows made of each row of the data: GRPO generates several answers to a prompt."""
         return self.grpo_group if self.training_stage == "grpo" else 1
 
     @property
@@ -557,7 +557,7 @@ class Config(*reversed(SECTIONS)):
 DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
            "grow_ffn_dim": None, "power_steps": None, "prefetch_steps": 2, "hellaswag_batch_tokens": 16_384,
            "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock"}
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, which are no settings
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, not settings
 
 
 def on_resume(name: str) -> str:

@@ -265,7 +265,7 @@ def read_parameters(folder: Path, config: ModelConfig, vocab_size: int, finite: 
 
 
 class Source(NamedTuple):
-    """What a model that is trained further keeps of the folder that its weights are from."""
+    """Facts about the folder from which a model's weights were loaded."""
 
     context: int  # tokens that it reads
     dtype: Optional[str]  # of the first model's weights, for exports; None if they are a run's own

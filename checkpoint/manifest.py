@@ -20,6 +20,9 @@ from common.text import command
 MANIFEST = "MANIFEST.json"
 FORMAT = 2
 BLOCKS = 64  # of a tensor
+# torch's names of dtypes and those of safetensors, widest first: the order of tensors in a file.
+DTYPES = {"int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "bfloat16": "BF16",
+          "float16": "F16", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 CARD = "README.md"  # not listed, so that the user may edit it
 GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
 NEWER = "it was written by a newer Paddock; use that version"

@@ -20,6 +20,9 @@ from config import SCALING_SETTINGS, ModelConfig, extension_module
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"  # of PEFT, in a folder with adapters
+# The settings of adapters, and their fields in this file.
+LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+               "lora_rslora": "use_rslora"}
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*.safetensors", "*/*.json", "*/*.md"]}
 # The families that are read and written, by their model_type and their class in transformers.

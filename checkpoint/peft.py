@@ -11,7 +11,7 @@ from torch import Tensor
 from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
 from checkpoint.model_json import ADAPTERS as CONFIG_FILE
-from checkpoint.model_json import other_format, read_model_json, write_json
+from checkpoint.model_json import LORA_FIELDS, other_format, read_model_json, write_json
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
@@ -20,8 +20,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "paddock_adapter.json"
 PEFT_LAYERS = {name: huggingface.HUGGINGFACE_NAMES[name].rpartition(".")[2]
                for name in ("tok_embeddings", "output")}
-LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-               "lora_rslora": "use_rslora"}
 # Fields of adapter_config.json that are read, or do not affect the computation.
 READ_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",

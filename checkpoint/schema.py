@@ -6,18 +6,20 @@ An unknown field means that a newer version wrote the file.
 import base64
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
+
+if TYPE_CHECKING:  # a start that fails needs neither this nor the time of its import
+    import numpy as np
 
 SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
 MAX_LINE_BYTES = 1 << 24  # in a log
@@ -29,7 +31,7 @@ MOST_SECONDS = 1e11  # largest Unix time in a log: the year 5138
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=-MOST_SECONDS, lt=MOST_SECONDS)]
 PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
-KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
+KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 class Known(BaseModel):
@@ -41,7 +43,7 @@ class Known(BaseModel):
 class Open(BaseModel):
     """A schema that allows unknown fields."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", defer_build=True)
 
 
 class File(Known):
@@ -292,9 +294,11 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------------------- results per item
 
 
-def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
+def packed_bits(values: Iterable[bool]) -> str:
     """Return booleans as base64 text, eight per byte, most significant bit first."""
-    return base64.b64encode(np.packbits(np.asarray(values, bool)).tobytes()).decode()
+    digits = "".join("1" if value else "0" for value in values)
+    size = -(-len(digits) // 8)
+    return base64.b64encode(int(digits.ljust(8 * size, "0") or "0", 2).to_bytes(size, "big")).decode()
 
 
 def error_of_share(share: float, n: int) -> float:
@@ -302,7 +306,7 @@ def error_of_share(share: float, n: int) -> float:
     return math.sqrt(share * (1 - share) / max(1, n - 1))
 
 
-def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
+def ratio_error(losses: "np.ndarray", counts: "np.ndarray") -> Optional[float]:
     """Return the standard error of the mean loss over all units, from blocks' mean losses and counts.
 
     Units of a block are correlated, and blocks differ in size; one block gives None. The mean R is the ratio

@@ -15,16 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoint import manifest
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
 from checkpoint.store import OPTIMIZER, has_file
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import BLOCK_BYTES, plain
 
-# Widest first, the order of tensors in a safetensors file.
-DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
-          torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8",
-          torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {getattr(torch, name): code for name, code in manifest.DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class HangError(PaddockError):
 def requires_package(package: str, feature: str) -> Iterator[None]:
     """A `with` block that imports a package; if it is missing, SettingsError contains the pip command.
 
-    So it does if an older version is installed than `package` names, such as "gguf>=0.18".
+    `package` may name the oldest version that works, such as "gguf>=0.18"; an older one counts as missing.
     """
     name, _, least = package.partition(">=")
     try:

@@ -37,7 +37,7 @@ class Section(BaseModel):
     """A group of settings; frozen, so that the logged values are those in use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
-                              hide_input_in_errors=True)
+                              hide_input_in_errors=True, defer_build=True)
 
     # The setting and its value without which the others have no effect; then a resumed run may change them.
     used_if: ClassVar[Optional[tuple[str, Any]]] = None

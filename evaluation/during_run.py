@@ -107,8 +107,8 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
                     ) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
     """Return the mean loss, further metrics, and by item, in row order: "count", mean "loss" and metrics.
 
-    The items are the rows, chats or pairs (`kind`) with targets. So the results depend on the ranks not at
-    all, and on the batches only by rounding.
+    The items are the rows, chats or pairs (`kind`) with targets. Results do not depend on the number of
+    ranks; the batch size changes them only by rounding.
     The further metrics are perplexity, bits per byte and those of the objective. Bits per byte is the
     cross-entropy of all targets in bits, divided by the UTF-8 bytes of their text (None: unknown), so it is
     comparable across tokenizers. Control tokens have no bytes, but their cross-entropy counts.

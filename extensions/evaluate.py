@@ -37,7 +37,8 @@ from extensions.online import Rewards
 from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer
-from learn.teacher import find_teacher, load_teacher
+from learn.objectives import reference_is_live, reference_is_stored
+from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import choose_dtype, compile_where_possible, forced_eager
@@ -46,7 +47,7 @@ from parallel.ranks import RunContext, collective
 from plan.layers import Layer
 from plan.names import validate
 from plan.starts import Start
-from run.build import Base, choose_objective
+from run.build import Base, choose_objective, with_stored_reference
 from run.extensions import Extension, load_extensions
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
@@ -372,21 +373,26 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
-    origin, objective = objective_of or folder, None
+    run = Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
+              progress, None, folder, extensions=[extension])
+    origin = objective_of or folder
     if rows is not None:
         compile_where_possible(model, config, ranks.device.type)
         known = store.read_state(origin).get("progress", {})
         run_dir, adapters, teacher = origin.resolve().parents[1], {}, None
         if store.read_state(origin):
             adapters = adapters_of_start(Start("continue", str(origin)), config, run_dir)
+        find = partial(find_base, config, known, run_dir, context.log.warn)
+        if reference_is_live(config):
+            place = Path(ranks.on_rank0(lambda: str(find())))
+            find = lambda: place
         if config.distillation_enabled:
-            place = ranks.on_rank0(lambda: str(find_teacher(config, tokenizer)))
-            teacher = load_teacher(Path(place), config, tokenizer.vocab_size, ranks)
-        base = Base(partial(find_base, config, known, run_dir, context.log.warn), known.get("base_sha256"),
-                    config.n_layers, adapters)
-        objective, inputs = choose_objective(config, inputs, model, base, context, teacher)
-    return Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
-               progress, objective, folder, extensions=[extension])
+            teacher = Path(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
+        base = Base(find, known.get("base_sha256"), config.n_layers, adapters)
+        run.objective = ranks.raise_on_all(lambda: choose_objective(run, base, teacher=teacher))
+        if reference_is_stored(config):
+            run.inputs = with_stored_reference(run, base)
+    return run
 
 
 @dataclass

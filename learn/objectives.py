@@ -395,7 +395,7 @@ ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers p
 def reference_is_live(config: Config) -> bool:
     """Return whether a reference model, or the base under the adapters, runs in each step."""
     if config.training_stage == "grpo":
-        return config.grpo_beta > 0
+        return config.grpo_beta > 0 and not config.distillation_enabled
     return (config.training_stage == "dpo" and config.preference_objective in ("dpo", "kto")
             and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
 

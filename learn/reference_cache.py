@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional, TypeVar
+from typing import NamedTuple, Optional, TypeVar
 
 import numpy as np
 import safetensors.torch
@@ -55,34 +55,32 @@ class OutputStore:
             if (stored := compute(place / key, False)) is not None:
                 return stored
 
-        def open_lock() -> list[str]:
-            nonlocal lock
-            place, why = self.cache.folder_to_write(folder, rows.fingerprint, key)
-            with disk_errors(place, DataError, "make it writable, or set CACHE_DIR to another folder"):
-                place.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(FileLock(place / f".{key}.lock"))
-            return [str(place), why]
-
-        def take_lock() -> str:
-            return lock.take(lambda why: context.log.info(
+        def take_lock() -> tuple[str, str, str]:
+            """Return where rank 0 stores the outputs, why not elsewhere, and another holder of the lock."""
+            nonlocal lock, place, why
+            if lock is None:
+                place, why = self.cache.folder_to_write(folder, rows.fingerprint, key)
+                with disk_errors(place, DataError, "make it writable, or set CACHE_DIR to another folder"):
+                    place.mkdir(parents=True, exist_ok=True)
+                    lock = stack.enter_context(FileLock(place / f".{key}.lock"))
+            return str(place / key), why, lock.take(lambda why: context.log.info(
                 f"{why}; make sure that no other job computes the same outputs at the same time"))
 
         with ExitStack() as stack:
-            lock, waiting = None, False
-            place, why = ranks.on_rank0(open_lock)
-            path = Path(place) / key
-            if why and why not in self.announced:
-                self.announced.add(why)
-                context.log.info(f"{why}; storing the results in {self.cache.fallback} (set CACHE_DIR to "
-                                 "choose another folder)")
-            # Polled, so that a signal can end the wait.
-            while holder := ranks.on_rank0(take_lock):
-                if not waiting:
+            lock, place, why, is_waiting = None, folder, "", False
+            while True:  # polled, so that a signal can end the wait
+                path, refused, holder = ranks.on_rank0(take_lock)
+                if refused and refused not in self.announced:
+                    self.announced.add(refused)
+                    context.log.info(f"{refused}; storing the results in {self.cache.fallback} (set "
+                                     "CACHE_DIR to choose another folder)")
+                if not holder:
+                    return compute(Path(path), True)
+                if not is_waiting:
                     context.log.info(f"waiting for {holder}, which is computing {path}")
-                waiting = True
+                is_waiting = True
                 context.leave_if_stopped()
                 time.sleep(WAIT_SECONDS)
-            return compute(path, True)
 
 
 @dataclass(frozen=True)
@@ -102,33 +100,42 @@ class ReferencedRows(WrappedRows):
         return batch
 
 
+class CachedModel(NamedTuple):
+    """A model whose outputs are stored."""
+
+    provenance: Mapping[str, str]  # its `weights_sha256` and `compute_dtype`
+    find: Callable[[], Path]  # its folder, on rank 0; called only if outputs are missing
+    load: Callable[[Path], nn.Module]
+
+
 @collective
 def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.ndarray], split: str,
-                   provenance: Mapping[str, str], load_model: Callable[[], nn.Module]) -> ReferencedRows:
+                   reference: CachedModel) -> ReferencedRows:
     """Return the rows with the reference's log-probabilities, stored in a file named after its weights.
 
     Args:
         batches: the rows that the run reads. The file grows if another run reads more.
-        provenance: the reference's `weights_sha256` and `compute_dtype`.
-        load_model: loads the reference; called only if needed.
     """
     ranks, log = store.context.ranks, store.context.log
-    provenance = {**provenance, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
+    provenance = {**reference.provenance, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
+
+    def rows_missing(logprob_E2: Tensor) -> list[int]:
+        is_nan_E = logprob_E2[:, 0].isnan().numpy()
+        return [row for row in np.concatenate(batches).tolist() if is_nan_E[rows.examples_in(row)].any()]
 
     def compute(path: Path, may_write: bool) -> Optional[ReferencedRows]:
         # Rank 0 reads the file for all ranks, which may not see its disk.
         stored_E2 = torch.full((len(rows.example_set), 2), 0.0 if ranks.rank else torch.nan)
 
-        def read() -> str:
+        def read() -> tuple[str, str]:
             nonlocal stored_E2
             found_E2, fault = _read_reference(path, provenance)
             stored_E2 = stored_E2 if found_E2 is None else found_E2
-            return fault
+            return fault, str(reference.find()) if may_write and rows_missing(stored_E2) else ""
 
-        why_not = ranks.on_rank0(read)
+        why_not, folder = ranks.on_rank0(read)
         logprob_E2 = ranks.all_reduce_sum(stored_E2)
-        is_nan_E = logprob_E2[:, 0].isnan().numpy()
-        missing = [row for row in np.concatenate(batches).tolist() if is_nan_E[rows.examples_in(row)].any()]
+        missing = rows_missing(logprob_E2)
         if not missing:
             return ReferencedRows(rows, logprob_E2)
         if not may_write:
@@ -136,7 +143,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
         if why_not:
             log.info(f"{path} {why_not}; recomputing it")
 
-        model = load_model()
+        model = ranks.raise_on_all(lambda: reference.load(Path(folder)))
         ACTIVITY.phase = "reference"
         # Every rank computes equally many batches.
         size, pairs = len(batches[0]), np.concatenate([*map(rows.examples_in, missing)])
@@ -153,7 +160,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
                 examples = torch.from_numpy(rows.examples_in(index)).long()
                 computed_E2[examples] = logprob_BP2[row, :len(examples)]
         logprob_E2[pairs] = ranks.all_reduce_sum(computed_E2)[pairs]
-        if error := ranks.on_rank0(lambda: write(path, logprob_E2)):
+        if ranks.is_rank0 and (error := write(path, logprob_E2)):
             log.info(f"{path} cannot be written: {error}; this run keeps the results in memory, and the next "
                      "run recomputes them")
         return ReferencedRows(rows, logprob_E2)
@@ -173,7 +180,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.n
 
 
 def _read_reference(path: Path, provenance: Mapping[str, str]) -> tuple[Optional[Tensor], str]:
-    """Return the stored values, or None with the reason, which is empty if there is no file."""
+    """Return the stored values, or None and the fault of the file, "" if it does not exist."""
     try:
         if not path.is_file():
             return None, ""

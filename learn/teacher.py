@@ -6,7 +6,7 @@ Shapes: M positions with a target, V vocabulary, N documents of at most L tokens
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from config import Config, extension_module
 from dataloaders import Batch
 from model import Transformer
 from model_kernels.matmul import linear
-from parallel.fsdp import is_sharded
-from parallel.ranks import Ranks, collective
+from parallel.fsdp import DeviceMesh, is_sharded
+from parallel.ranks import Ranks
 from tokenizer import load_tokenizer
 
 LogitsOfSlice = Callable[[slice], Tensor]  # from a slice of a batch's target positions to (M, V) float32
@@ -93,11 +93,11 @@ class LlamaTeacher:
         return lambda chunk: linear(hidden_MD[chunk], weight_VD)[:, :self.vocab_size].float()
 
 
-@collective
-def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> Any:
+def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks,
+                 mesh: Optional[DeviceMesh] = None) -> Any:
     """Load the model in a folder of `find_teacher`: with Paddock's code if it is a Llama, else transformers.
 
-    A Llama is sharded like the student.
+    A Llama is sharded over the student's mesh.
     """
     described = read_model_json(folder / "config.json")
     try:
@@ -106,14 +106,13 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     except CheckpointError:  # not a Llama, or one that Paddock does not support
         if not (others := extension_module("hf_teacher")):
             raise
-        return ranks.raise_on_all(
-            lambda: others.load_with_transformers(folder, described, config, vocab_size, ranks.device))
-    stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
-    dtype = teacher_dtype(config, stored, ranks.device)
+        return others.load_with_transformers(folder, described, config, vocab_size, ranks.device)
+    stored = next(iter(load_model_weights(folder).values()))
+    dtype = teacher_dtype(config, stored.dtype, ranks.device)
     model = model_utils.model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
-    model_utils.allocate_model(model, config, ranks)
-    ranks.raise_on_all(lambda: model_utils.load_weights(folder, model))
+    model_utils.allocate_model(model, config, ranks, mesh)
+    model_utils.load_weights(folder, model)
     model_utils.compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)
 

@@ -315,7 +315,7 @@ def varlen_function(kernel: str):
 
 # Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
 # are skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an H100),
-# and slower elsewhere. It plans for seconds for each new shape of a mask, of which evaluation has many.
+# and slower elsewhere. It plans each new shape of a mask for seconds, and evaluation has many shapes.
 ORDERS = {
     "causal": {10: ("flash", "cudnn", "cudnn-expanded", "efficient", "math"),
                9: ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math"),

@@ -61,6 +61,7 @@ class Ranks:
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    on_first_machine: int = 1  # number of ranks on rank 0's machine, which write checkpoints
 
     @property
     def is_rank0(self) -> bool:
@@ -187,12 +188,12 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
     try:
         if world_size == 1:  # a hung device or read must not wait for ever either
             watch(dist.HashStore(), ranks, START_SECONDS, store_on_rank0=True)
-            terms = decide()
+            terms = decide() | {"local_world_size": 1}
         else:
             store = explaining(ranks, _join_store, ranks)
             process.MARKERS.add(process.JOINED)  # an error below is one of all ranks
             terms = _terms_of_rank0(store, ranks, decide)
-        device_type = terms["device"]
+        device_type, on_first_machine = terms["device"], min(terms["local_world_size"], world_size)
         if device_type == "cuda":
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
             gpus = torch.cuda.device_count()
@@ -200,7 +201,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
                 raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
                                     f"start torchrun with --nproc_per_node {gpus} at most")
         number = local_rank if device_type == "cuda" else None
-        ranks = replace(ranks, device=torch.device(device_type, number))
+        ranks = replace(ranks, device=torch.device(device_type, number), on_first_machine=on_first_machine)
         watchdog.set_timeout(terms["timeout"])
         if device_type == "cuda":
             torch.cuda.set_device(ranks.device)
@@ -215,7 +216,7 @@ def meet(decide: Callable[[], dict[str, Any]]) -> tuple[Ranks, dict[str, Any]]:
 
 
 def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
-    """Return join(*arguments); an error of torch becomes one that says what to check."""
+    """Return join(*arguments); an error of torch becomes a SettingsError with what to check."""
     try:
         return join(*arguments)
     # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
@@ -299,7 +300,8 @@ def _join_store(ranks: Ranks) -> dist.Store:
 def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what decide() returns on rank 0, or raise its error on all ranks."""
     if ranks.is_rank0:
-        terms, failure = attempt(decide)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        terms, failure = attempt(lambda: decide() | {"local_world_size": local_world_size})
         store.set("terms", json.dumps([terms, failure]))
         if failure:  # the store ends with this process
             with suppress(RuntimeError):  # a rank has died

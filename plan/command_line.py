@@ -18,7 +18,7 @@ from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
 from plan.names import or_run
 
-Planned = Plan | PaddockError | None  # what make_plan returned or raised on rank 0; None elsewhere
+Planned = Plan | PaddockError | None  # the result of make_plan on rank 0, or its error; None elsewhere
 
 
 class SettingLine(NamedTuple):
@@ -78,7 +78,7 @@ def find_run(name: str, argv: Sequence[str] = ()) -> Path:
 
 
 def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
-    """Return the plan or its error, of which other ranks must learn; None on other ranks than 0.
+    """Return the plan on rank 0, or its error, which the other ranks will receive; None on other ranks.
 
     Exits after --help and --version.
     """

@@ -14,13 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
+from checkpoint import store
 from common.files import read_json
 from common.remote import is_hub_name
 from config import Config
 from plan.names import or_run
 from plan.starts import Start
 
-STATE = "trainer_state.json"  # in each checkpoint
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
@@ -40,7 +40,7 @@ MOST_ROWS = 256  # in a micro-batch
 def saved_settings(checkpoint: Path) -> dict[str, Any]:
     """Return the settings recorded in a checkpoint, without verifying it; empty if it cannot be read."""
     with suppress(*UNREADABLE):
-        return {**read_json(checkpoint / STATE)["settings"]}
+        return {**read_json(checkpoint / store.STATE)["settings"]}
     return {}
 
 

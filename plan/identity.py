@@ -14,21 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from checkpoint.manifest import tensors_in
-from checkpoint.model_json import (
-    describing,
-    refuse_adapters,
-    weight_files,
-)
+from checkpoint.manifest import DTYPES, tensors_in
+from checkpoint.model_json import describing, refuse_adapters, weight_files
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import LARGEST_TEXT, json_sha256, plain
 from config import ModelConfig
 
-# As torch names them, since hashes in checkpoints contain these names.
-DTYPES = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16",
-          "I64": "torch.int64", "I32": "torch.int32", "I16": "torch.int16", "I8": "torch.int8",
-          "U8": "torch.uint8", "BOOL": "torch.bool"}
+TORCH_NAMES = {code: f"torch.{name}" for name, code in DTYPES.items()}  # which the hashes contain
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Identity = Mapping[str, Any]  # parts of a thing by name; JSON
@@ -122,7 +115,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             entries.pop("__metadata__", None)
             places = tensors_in(header, os.fstat(file.fileno()).st_size)
             in_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
-            return {name: StoredTensor(path, DTYPES.get(entry["dtype"], entry["dtype"]),
+            return {name: StoredTensor(path, TORCH_NAMES.get(entry["dtype"], entry["dtype"]),
                                        tuple(entry["shape"]), offset, rows * row_bytes)
                     for (name, entry), (offset, rows, row_bytes) in zip(in_order, places)}
     except OSError as error:

@@ -34,9 +34,9 @@ OTHER_TRAINERS = extension_module("other_trainers")  # None without extensions/
 SEPARATORS = {name: field.json_schema_extra["separator"] for name, field in Config.model_fields.items()}
 # Environment variables for libraries, also allowed in `.env`.
 LIBRARIES = re.compile(
-    "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|MLFLOW|CUDA"
-    "|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS"
-    "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
+    "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|MLFLOW"
+    "|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL"
+    "|OPENBLAS|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 PRODUCTION_DEPTH = "24"  # of --preset production without a size: 0.8 billion parameters
 SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}  # with one of these, a run has its own size
 PRESETS_DIR = Path(__file__).parent / "presets"

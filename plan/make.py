@@ -98,7 +98,7 @@ class Draft:
     config: Config = Config()
     asked: Optional[Asked] = None
     start: Start = Start()
-    error: Optional[PaddockError] = None  # there is no such start
+    error: Optional[PaddockError] = None  # why the run cannot start there
     recorded: dict[str, Any] = field(default_factory=dict)  # settings that a continued run keeps
     unused: Values = field(default_factory=dict)  # of `--config`, `.env` and presets, which these override
     sources: dict[str, str] = field(default_factory=dict)  # where each setting comes from, or what implies it
@@ -112,9 +112,8 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
               *, own_flags: Sequence[str] = (), complete: bool = True) -> Plan:
     """Return the plan of the run that a command line, the environment and files describe.
 
-    Raises one PaddockError with all problems. A script's `own_flags` are suggested for unknown flags. Without
-    `complete`, there is no start, and the rules between settings are not checked, for scripts that need only
-    a few settings.
+    Raises one PaddockError with all problems. A script's `own_flags` are suggested for unknown flags. Scripts
+    that need only a few settings leave out the start and the rules between settings, with complete=False.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)

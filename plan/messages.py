@@ -56,7 +56,7 @@ def notes_on_start(start: Start, config: Config, sources: Mapping[str, str] = {}
 
 
 def no_step_left(start: Start, config: Config) -> Iterator[str]:
-    """Yield an error if a new run would begin at its end; a run's own finished record is no error."""
+    """Yield an error if a new run would start at its end; it is not an error to repeat a finished run."""
     if start.kind != "new" and not start.is_own and config.start_step is not None:
         if config.start_step >= max(1, config.max_steps):
             yield (f"START_STEP={config.start_step} leaves no step of MAX_STEPS={config.max_steps}; lower "
@@ -70,7 +70,7 @@ def no_step_left(start: Start, config: Config) -> Iterator[str]:
 
 
 def notes_on_names(layers: Sequence[Layer], given: Values) -> Iterator[str]:
-    """Yield what names of other trainers were taken for."""
+    """Yield the settings that names of other trainers set."""
     for layer in layers:
         for name, text in layer.notes.items():
             if name not in Config.model_fields or name in given and given[name] is layer.values.get(name):
@@ -113,7 +113,7 @@ def without_switch(config: Config, layers: Sequence[Layer], prefix: str, switch:
 def without_extension(config: Config, given: Values) -> Iterator[str]:
     """Yield an error for the settings of each extension that EXTENSIONS leaves out.
 
-    That is a fixed setting with another value than the default, or one that the user sets, unless it is off.
+    A setting counts if it is on, and either the user sets it, or it is fixed and not at its default.
     """
     for extension, names in SETTINGS_OF_EXTENSIONS.items():
         is_idle = extension == "online" and config.training_stage != "grpo"

@@ -1,4 +1,4 @@
-"""The check of settings' names and values, and what to do about an unknown name."""
+"""Check names and values of settings, and suggest what an unknown name means."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from config import EXTENSION_SECTIONS, SECRETS, Config
 SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-# Three registries, which extensions/other_trainers.py fills: names of our settings in other trainers; other
-# trainers' names of what is set in another way here, with a sentence about it; and other spellings of values.
+# Three registries, which extensions/other_trainers.py fills: other trainers' names for our settings; their
+# names for what is set differently here, with a sentence about it; and their spellings of values.
 ALIASES: dict[str, str] = {}
 OTHER_WAYS: dict[str, str] = {}
 VALUE_ALIASES: dict[str, str] = {}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
-# In which names mean the same without the section, unlike --validation.steps.
+# Sections that can be left out of a name: --training.steps is --steps, unlike --validation.steps.
 SECTIONS_OF_OTHERS = ("train", "training", "trainer", "optimizer", "lr_scheduler", "model", "job", "metrics",
                       "profiling", "parallelism", "data", "distributed", "logging", "fsdp_config",
                       "model_config")
@@ -63,7 +63,7 @@ def standard(name: str, value: Any) -> Any:
 
 def advice(name: str, known: Iterable[str] = Config.model_fields,
            shown: Callable[[str], str] = str.upper) -> str:
-    """Return what to do about an unknown name: a setting that it may mean, or what does it here."""
+    """Return advice on an unknown name: the setting that it may mean, or how to do the same here."""
     names = (*known, *ALIASES, *OTHER_WAYS)
     way = next((form for form in forms(name) if form in names), None) or suggestion(
         name.rpartition(".")[2], (each for each in names if each in known or "_" in each))  # not short words
@@ -75,7 +75,7 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
 
 
 def unknown(where: str, name: str, shown: str = "") -> str:
-    """Return the message for an unknown name; empty if it may be one of the extensions, which are missing."""
+    """Return the message for an unknown name; "" if it may belong to extensions/, which is missing."""
     sentence = advice(name)
     return f"{where}: unknown setting {shortened(shown or name)}; {sentence}" * (not may_be_missing(sentence))
 

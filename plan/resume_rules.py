@@ -145,8 +145,8 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
     if not_recorded:
-        notes.append("The checkpoint, of an older version, does not say what "
-                     f"{' and '.join(not_recorded)} was")
+        notes.append("The checkpoint was written by an older version, which did not record "
+                     f"{' and '.join(not_recorded)}")
     unknown = sorted(before.keys() - now.keys() - {name.upper() for name in DROPPED})
     if unknown and not EXTENSION_SECTIONS:
         warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "

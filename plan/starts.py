@@ -23,6 +23,7 @@ from checkpoint import store
 from checkpoint.manifest import fault_of
 from checkpoint.model_json import (
     ADAPTERS,
+    LORA_FIELDS,
     context_length,
     model_settings_from_huggingface,
     read_model_config,
@@ -44,9 +45,6 @@ from plan.identity import weights_sha256
 from plan.names import SETTING_OF, assignments, in_env
 
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
-# The settings of adapters, which come with them, and their fields in PEFT's adapter_config.json.
-ADAPTER_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-                  "lora_rslora": "use_rslora"}
 
 
 class Start(NamedTuple):
@@ -201,9 +199,9 @@ def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store
                             f"optimizer and the step of the checkpoint; set {setting}={path} and "
                             "RESUME=auto instead, or remove it")
     if asked.setting in asked.for_this_start and not started_from(asked.named, state["progress"], run_dir):
-        begun = state["progress"].get("begun_from") or "initial weights"
+        origin = state["progress"].get("begun_from") or "initial weights"
         raise SettingsError(f"{setting}={asked.named} conflicts with RESUME={path}, a checkpoint of a run "
-                            f"that started from {begun}; remove one of them")
+                            f"that started from {origin}; remove one of them")
     refuse_lora_on_full(asked, folder)
     if newest and newest.resolve() != folder.resolve():
         warn(f"{newest} is not used, because the settings name {folder}")
@@ -282,15 +280,15 @@ def refuse_lora_on_full(asked: Asked, folder: Path) -> None:
 
 def explain_other_start(newest: Path, folder: Path | str, asked: Asked, setting: str) -> str:
     """Return the error for a start that would lose the steps of a run up to `newest`, with alternatives."""
-    run_dir, begun = newest.parent.parent, store.read_state(newest)["progress"].get("begun_from")
+    run_dir, origin = newest.parent.parent, store.read_state(newest)["progress"].get("begun_from")
     new = f"to start a new run, choose another RUN_NAME with {setting}={folder}"
     if asked.config.resume in ("auto", "never"):
-        change = f"set {setting}={begun}" if begun else f"remove {setting}"
+        change = f"set {setting}={origin}" if origin else f"remove {setting}"
         new += "; or RESUME=never moves the old one aside"
     else:
         change = "remove RESUME"
-    return (f"{run_dir} has a run at {newest.name} that started from {begun or 'initial weights'}, but the "
-            f"settings would restart it from {folder}. To resume it, {change}; or {new}")
+    return (f"{run_dir} has a run at {newest.name} that started from {origin or 'initial weights'}, but "
+            f"the settings would restart it from {folder}. To resume it, {change}; or {new}")
 
 
 # --------------------------------------------------------------------------------- places and names
@@ -323,7 +321,7 @@ def base_places(progress: Mapping[str, Any], run_dir: Path) -> Iterator[Path]:
 
 
 def started_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Return whether this name or path is what the run started from or returned to, or has its weights."""
+    """Return whether the run started from this name or path, returned to it, or has it as its base."""
     if names_its_start(named, progress, run_dir):
         return True
     if wanted := progress.get("base_sha256"):
@@ -334,15 +332,16 @@ def started_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool
 
 
 def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Return whether this name or path is what the run started from or returned to."""
+    """Return whether the run started from this name or path, or returned to it."""
     def places(name: str) -> set[Path]:
         return {place.resolve() for place in store.places(name, run_dir)}
 
-    begun = progress.get("begun_from")
+    origin = progress.get("begun_from")
     # The name may mean the checkpoint, the folder of checkpoints, or the run.
     bases = [place for base in base_places(progress, run_dir)
              for place in (base.resolve(), *base.resolve().parents[:2])]
-    return begun is not None and (begun == named or not places(named).isdisjoint([*places(begun), *bases]))
+    return origin is not None and (
+        origin == named or not places(named).isdisjoint([*places(origin), *bases]))
 
 
 # --------------------------------------------------------------------------- the model that it starts from
@@ -363,7 +362,7 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for
     values, notes = model.model_dump(include={*MODEL_SETTINGS}), []
     if start.has_adapters:
         content = read_model_json(Path(start.folder) / ADAPTERS)
-        values |= {name: content[key] for name, key in ADAPTER_FIELDS.items() if content.get(key) is not None}
+        values |= {name: content[key] for name, key in LORA_FIELDS.items() if content.get(key) is not None}
         if isinstance(layers := content.get("target_modules"), list):
             values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way

@@ -1,1 +1,1 @@
-"""A run from its start to its end: what it is built of, its folder, its log and its checkpoints."""
+"""A run from start to end: how it is built, its folder, its log and its checkpoints."""

@@ -1,4 +1,4 @@
-"""`build` constructs the run that a plan describes, on every rank; it decides nothing.
+"""`build` constructs the run that a plan describes, on every rank; it makes no decisions.
 
 `open_run` is the start: rank 0 completes the plan (facts.py), the others get it, and all build. Training,
 replay and --check share these functions. Only the lock is written into the run's folder.
@@ -25,14 +25,15 @@ from checkpoint.model_json import hub_model, name_of_download
 from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, PaddockError
-from config import Config, extension_module
+from config import extension_module
 from learn import objectives
 from learn.optim import Optimizer
-from learn.reference_cache import OutputStore, with_reference
+from learn.reference_cache import CachedModel, OutputStore, with_reference
 from learn.teacher import load_teacher
 from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
 from model_kernels.head import choose_head_chunk
+from parallel.fsdp import DeviceMesh
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, meeting
 from plan.identity import differences, model_identity
 from plan.make import Plan
@@ -57,7 +58,7 @@ from run.run import Inputs, Progress, Run, trained_bytes
 class Base(NamedTuple):
     """The model that a run started from: the base of its adapters, the reference for preferences."""
 
-    find: Callable[[], Path]  # on rank 0
+    find: Callable[[], Path]  # if its outputs are stored, only on rank 0, which may hash its weights
     sha256: Optional[str] = None  # of its weights
     layers: Optional[int] = None
     adapters: Mapping[str, str] = {}  # folder and hash of those with which the run started
@@ -125,7 +126,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         prepare_device(config)
     mesh = model_utils.make_mesh(config, ranks)
 
-    def construct() -> Run:
+    def construct() -> tuple[Run, Base]:
         inputs, extensions = opened or open_on_this_machine(plan, ranks, context.log.warn)
         inputs.tokenizer.generation = dict(plan.generation)
         dtype = model_utils.choose_dtype(config, ranks.device.type)
@@ -157,22 +158,22 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         if ranks.is_rank0 and not for_replay and progress.step < config.max_steps:
             size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
             store.check_room(folder.path / "checkpoints", 3 * size, 2 * size)
-        return Run(config, context, inputs, folder, model, optimizer, scaler, progress,
-                   objectives.NextToken(), start.folder and Path(start.folder),
-                   extensions=() if for_replay else extensions, plan=plan)
+        run = Run(config, context, inputs, folder, model, optimizer, scaler, progress,
+                  objectives.NextToken(), start.folder and Path(start.folder),
+                  extensions=() if for_replay else extensions, plan=plan)
 
-    run = ranks.raise_on_all(construct)
-    teacher = None
-    if "teacher" in plan.identities:
-        place = Path(plan.identities["teacher"]["folder"])
-        teacher = load_teacher(place, config, run.inputs.tokenizer.vocab_size, ranks)
+        def find() -> Path:
+            known = start.base or start.kind == "from" and start.folder
+            return Path(known or find_base(config, asdict(progress), folder.path, context.log.warn))
 
-    def find() -> Path:  # only if it is needed
-        known = start.base or start.kind == "from" and start.folder
-        return Path(known or find_base(config, asdict(run.progress), run.folder, context.log.warn))
+        base = Base(find, progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
+        teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
+        run.objective = choose_objective(run, base, mesh, teacher)
+        return run, base
 
-    base = Base(find, run.progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
-    run.objective, run.inputs = choose_objective(config, run.inputs, run.model, base, context, teacher)
+    run, base = ranks.raise_on_all(construct)
+    if config.training_stage == "dpo" and objectives.reference_is_stored(config):
+        run.inputs = with_stored_reference(run, base, mesh)
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
@@ -266,89 +267,81 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
 # ------------------------------------------------------------------------------------------ the objective
 
 
+def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
+                     ) -> objectives.Objective:
+    """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
+    config, stage = run.config, run.config.training_stage
+    reference = choose_reference(run, base, mesh) if stage in ("dpo", "grpo") else None
+    if stage == "dpo":
+        objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
+        return objective(config, reference, run.model, run.ranks.all_gather_json)
+    if stage == "grpo":
+        rollouts = objectives.ONLINE["rollouts"](run.model, config, run.inputs.tokenizer, run.context)
+        rollouts.check(run.inputs)
+        if not config.distillation_enabled:
+            return objectives.ONLINE["grpo"](config, rollouts, reference)
+    if not config.distillation_enabled:
+        return objectives.NextToken()
+    loaded = load_teacher(teacher, config, run.inputs.tokenizer.vocab_size, run.ranks, mesh)
+    compiled = config.compile and run.ranks.device.type == "cuda"
+    if stage == "grpo":
+        return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
+    return objectives.Distillation(config, loaded, compiled)
+
+
+def choose_reference(run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Optional[objectives.Reference]:
+    """Return the reference that an objective compares with, if any."""
+    if objectives.reference_is_stored(run.config):
+        return objectives.stored_reference
+    if not objectives.reference_is_live(run.config):
+        return None
+    is_dpo = run.config.training_stage == "dpo"
+    compute = objectives.pair_logprobs if is_dpo else objectives.token_logprobs
+    if run.config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
+        return partial(logprobs_without_adapters, run.model, compute=compute)
+    return partial(objectives.frozen_logprobs, load_reference(base.find(), run, base, mesh), compute=compute)
+
+
+def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:
+    """Return the model that a run started from, frozen."""
+    config, dtype, adapter = run.config, run.model.compute_dtype, None
+    reference = model_utils.model_on_meta(config, run.inputs.tokenizer.vocab_size, dtype)
+    reference.requires_grad_(False)
+    if base.adapters:
+        adapter = peft.load_adapter_folder(Path(base.adapters["folder"]), config,
+                                           padded(reference.vocab_size), reference.vocab_size)
+        lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
+    lora.cast_base(reference, dtype)
+    model_utils.allocate_model(reference, config, run.ranks, mesh)
+    model_utils.load_weights(folder, reference, layers=base.layers)
+    if adapter:
+        lora.load_adapter_state_dict(reference, adapter.state)
+    model_utils.compile_where_possible(reference, config, run.ranks.device.type)
+    return reference.requires_grad_(False).eval()
+
+
 @collective
-def choose_objective(config: Config, inputs: Inputs, model: Transformer, base: Base, context: RunContext,
-                     teacher: Any = None) -> tuple[objectives.Objective, Inputs]:
-    """Return the objective, and the inputs with the precomputed outputs that it needs.
+def with_stored_reference(run: Run, base: Base, mesh: Optional[DeviceMesh] = None) -> Inputs:
+    """Return the inputs with the reference's log-probabilities, which are computed now if they are missing.
 
     Raises Interrupted if a rank received a stop signal.
     """
-    outputs = OutputStore(dataloaders.cache_of(config), context)
-    if config.training_stage == "dpo":
-        objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
-        if objective.needs_reference:
-            reference, inputs = choose_reference(config, inputs, model, base, outputs)
-        return objective(config, reference, model, context.ranks.all_gather_json), inputs
-    is_online = config.training_stage == "grpo"
-    rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
-    if is_online:
-        context.ranks.raise_on_all(lambda: rollouts.check(inputs))
-    if is_online and not config.distillation_enabled:
-        reference = None
-        if config.grpo_beta:
-            reference, _ = choose_reference(config, inputs, model, base, outputs)
-        return objectives.ONLINE["grpo"](config, rollouts, reference), inputs
-    if not config.distillation_enabled:
-        return objectives.NextToken(), inputs
-
-    compiled = config.compile and context.ranks.device.type == "cuda"
-    if is_online:
-        return objectives.ONLINE["distillation"](config, teacher, rollouts, compiled), inputs
-    return objectives.Distillation(config, teacher, compiled), inputs
-
-
-@collective
-def choose_reference(config: Config, inputs: Inputs, model: Transformer, base: Base, outputs: OutputStore
-                     ) -> tuple[objectives.Reference, Inputs]:
-    """Return the reference, and the inputs, which include its log-probabilities if they are stored."""
-    is_stored, dtype = objectives.reference_is_stored(config), model.compute_dtype
-    ranks = outputs.context.ranks
-    by_pair = config.training_stage == "dpo"
-    compute = objectives.pair_logprobs if by_pair else objectives.token_logprobs
-    # With new adapters, their base is a live reference without extra memory.
-    if config.lora_enabled and not is_stored and not base.adapters:
-        return partial(logprobs_without_adapters, model, compute=compute), inputs
-
-    @cache
-    def frozen() -> Transformer:
-        folder = Path(ranks.on_rank0(lambda: str(base.find())))
-        mesh = model_utils.make_mesh(config, ranks)
-
-        def construct() -> Transformer:
-            reference = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
-            reference.requires_grad_(False)
-            adapter = None
-            if base.adapters:
-                adapter = peft.load_adapter_folder(Path(base.adapters["folder"]), config,
-                                                   padded(reference.vocab_size), reference.vocab_size)
-                lora.add_adapters(reference, config, torch.Generator(), adapter.token_ids)
-            lora.cast_base(reference, dtype)
-            model_utils.allocate_model(reference, config, ranks, mesh)
-            model_utils.load_weights(folder, reference, layers=base.layers)
-            if adapter:
-                lora.load_adapter_state_dict(reference, adapter.state)
-            return reference.requires_grad_(False).eval()
-
-        reference = ranks.raise_on_all(construct)
-        model_utils.compile_where_possible(reference, config, ranks.device.type)
-        return reference
-
-    if not is_stored:
-        return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs
-    model_id = model_identity(base.sha256, config)
-    provenance = {"weights_sha256": base.sha256, "config_sha256": model_id["config"],
-                  "compute_dtype": str(dtype)}
+    config, inputs = run.config, run.inputs
+    outputs = OutputStore(dataloaders.cache_of(config), run.context)
+    identity = model_identity(base.sha256, config)
+    provenance = {"weights_sha256": base.sha256, "config_sha256": identity["config"],
+                  "compute_dtype": str(run.model.compute_dtype)}
     if base.adapters:
         provenance["adapters_sha256"] = base.adapters["sha256"]
+    model = CachedModel(provenance, base.find, cache(lambda folder: load_reference(folder, run, base, mesh)))
 
     def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
         read = iter(rows.first_batches(count, seed, config.micro_batch_size) if rows else ())
-        return rows and rows.map(lambda source: with_reference(
-            outputs, source, next(read), split, provenance, frozen))
+        return rows and rows.map(lambda source: with_reference(outputs, source, next(read), split, model))
 
     rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
     held_out = attach("validation", inputs.validation_rows, config.validation_rows)
-    return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
+    return replace(inputs, rows=rows, validation_rows=held_out)
 
 
 def logprobs_without_adapters(model: Transformer, batch, compute: Callable) -> Tensor:

@@ -214,15 +214,15 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         base = Path(start.base or start.folder)
         messages += model_utils.check_vocabulary(base, tokenizer, config)
         identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
-    elif start.continues and (config.lora_enabled or (
-            has_reference(config) and not objectives.reference_is_stored(config))):
+    elif start.continues and (config.lora_enabled or objectives.reference_is_live(config)):
         progress = start.state["progress"]
         home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
         base = find_base(config, progress, home, warnings.append)
         start = start._replace(base=str(base), layers=config.n_layers)
         warnings += check_model(start, config)
         identities["base"] = model_identity(progress["base_sha256"], config)
-    if config.lora_enabled and has_reference(config):
+    if config.lora_enabled and (
+            objectives.reference_is_live(config) or objectives.reference_is_stored(config)):
         if adapters := adapters_of_start(start, config, run_dir):
             identities["reference_adapters"] = adapters
     if config.distillation_enabled:
@@ -267,12 +267,6 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
         warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which "
                         f"was prepared with {had}; prepare the data again to use it")
     return warnings
-
-
-def has_reference(config: Config) -> bool:
-    if config.training_stage == "dpo":
-        return objectives.PREFERENCE_OBJECTIVES[config.preference_objective].needs_reference
-    return config.training_stage == "grpo" and not config.distillation_enabled and config.grpo_beta > 0
 
 
 def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
@@ -365,8 +359,14 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
         own = start.folder if start.continues or start.has_adapters else source
         generation = read_generation(Path(source)) | read_generation(Path(own))
     if start.folder is None or SUPPRESSED in generation and not start.continues:
-        seen = {*generation[SUPPRESSED]} if start.folder else None
-        generation |= {SUPPRESSED: unseen_tokens(inputs, seen, config.training_stage)}
+        # No training has seen the control tokens that the data lacks, if the weights are new; and otherwise
+        # those that the model's files name.
+        tokenizer = inputs.tokenizer
+        unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
+        unseen = {*generation[SUPPRESSED]} if start.folder else unseen
+        if unseen and config.training_stage != "grpo":  # whose records are stored among the tokens, as bytes
+            unseen -= {*inputs.used_ids()}
+        generation |= {SUPPRESSED: sorted(unseen)}
     token_ids, untrained, messages = {}, [], []
     if config.lora_enabled and not start.has_adapters and config.lora_train_tokens != "none":
         token_ids, untrained, learned = token_ids_to_train(config, inputs, Path(start.base), start.layers)
@@ -376,17 +376,6 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
                             "random or from other words look like that, so name tokens that are new")
     plan = replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
     return plan.changed(messages)
-
-
-def unseen_tokens(inputs: Inputs, candidates: Optional[set[int]], stage: str) -> list[int]:
-    """Return the control tokens that no training has seen: those of new weights, or the candidates of the
-    start's generation config, that the data lacks."""
-    tokenizer = inputs.tokenizer
-    unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
-    unseen = unseen if candidates is None else candidates
-    if unseen and stage != "grpo":  # whose records are stored among the tokens, as bytes
-        unseen -= {*inputs.used_ids()}
-    return sorted(unseen)
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path, cut: Optional[int] = None

@@ -4,7 +4,6 @@ With ASYNC_SAVE, each rank copies its share into host memory, and a thread write
 continues. Otherwise, training stops while the ranks read and write one tensor after another.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,10 +42,9 @@ class RankShard:
     `shards` ranks hold one copy of the model; hashed blocks have a multiple of `block_multiple` rows.
     """
 
-    @collective
     def __init__(self, ranks: Ranks, shards: int, block_multiple: int, warn: Warn):
         self.ranks, self.block_multiple, self.warn = ranks, block_multiple, once(warn)
-        local = ranks.on_rank0(lambda: min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
+        local = ranks.on_first_machine
         copies, writers = max(1, local // shards), min(shards, local)
         copy, shard = divmod(ranks.rank, shards)
         self.parts = copies * writers

@@ -63,6 +63,16 @@ def test_a_second_signal_later_and_one_before_the_start_exit_at_once(command, mo
     assert left == [130, 143] and capfd.readouterr().err == "Stopped.\n"
 
 
+def test_a_signal_in_an_import_that_swallows_it_ends_the_command(command, monkeypatch, tmp_path):
+    """Packages import optional ones under a bare `except`."""
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    (tmp_path / "swallows.py").write_text("import signal\ntry:\n    signal.raise_signal(signal.SIGTERM)\nexcept:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run_script(lambda: __import__("swallows"), "Stopped. Run it again.")
+    assert left == [143]
+
+
 def test_ignored_signals_stay_ignored_and_other_programs_keep_their_handlers(command, monkeypatch):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts.install()

@@ -181,7 +181,7 @@ def test_an_identity_that_the_checkpoint_lacks_is_told_and_not_refused():
     state = {"settings": config.public(), "identity": identity(config, "data", "tokenizer"), "world_size": 1}
     now = state["identity"] | {"TEACHER_MODEL": "t" * 64, "REFERENCE_ADAPTERS": "a" * 64}
     assert compared(state, config, now) == (
-        ["The checkpoint, of an older version, does not say what REFERENCE_ADAPTERS and TEACHER_MODEL was"], [])
+        ["The checkpoint was written by an older version, which did not record REFERENCE_ADAPTERS and TEACHER_MODEL"], [])
     assert compared(state | {"identity": now}, config, now) == ([], [])
 
 

@@ -167,12 +167,11 @@ def test_all_ranks_end_with_the_error_of_the_rank_that_writes(tiny_run):
 @pytest.mark.parametrize("shards, world_size", [(1, 3), (2, 4), (3, 6), (2, 2)])
 def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, world_size, tmp_path, monkeypatch):
     """With several copies of a sharded model, ranks that follow each other do not write rows that do."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
     state = {"a": torch.arange(96.0 * 4).reshape(96, 4), "b": torch.arange(70.0), "c": torch.tensor(3.0)}
     files = {"model.safetensors": TensorFile(state, block_multiple=2)}
     temporary, written = store.start_writing(tmp_path / "step-1", files, 0), []
     for rank in range(world_size):
-        ranks = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_rank0=lambda make: make())
+        ranks = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_first_machine=world_size)
         share = saving.RankShard(ranks, shards, 2, print)
         save = saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, tmp_path / "step-1", temporary)
         written.append(save.write())
