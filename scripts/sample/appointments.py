@@ -1,26 +1,26 @@
 """Write the records of docs/tutorials/fine-tune.md: appointments as people write them, and as JSON.
 
-    python scripts/tutorial/appointments.py data/appointments     # train.jsonl, test.jsonl, five-examples.jsonl
+    python scripts/sample/appointments.py data/appointments
 
-No sentence of the test is in the training records. five-examples.jsonl has the test's prompts, each after the
-same five examples, to measure the model without training.
+The folder gets train.jsonl, test.jsonl and five-examples.jsonl. No sentence of the test is in the training
+records. five-examples.jsonl has the test's sentences, each after the same five examples, to measure the model
+without training.
 """
 
+import argparse
 import json
 import random
 from datetime import date, timedelta
 from pathlib import Path
 
-from common.command_line import CommandParser
-from common.errors import run_script
-
-PEOPLE = ("Anna", "Ben", "Carla", "David", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kemal", "Lena",
-          "Marta", "Nils", "Olga", "Pavel")
-TITLES = ("dentist", "lunch with {}", "call with {}", "team meeting", "piano lesson", "haircut", "car service",
-          "interview with {}", "yoga class", "code review with {}", "coffee with {}", "eye test", "flat viewing",
-          "dinner at {}'s place", "budget review", "physiotherapy")
-MINUTES = {15: ("15 minutes", "a quarter of an hour"), 30: ("30 minutes", "half an hour"), 45: ("45 minutes",),
-           60: ("an hour", "60 minutes"), 90: ("an hour and a half", "90 minutes"), 120: ("two hours", "2 hours")}
+PEOPLE = ("Anna", "Ben", "Carla", "David", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kemal",
+          "Lena", "Marta", "Nils", "Olga", "Pavel")
+TITLES = ("dentist", "lunch with {}", "call with {}", "team meeting", "piano lesson", "haircut",
+          "car service", "interview with {}", "yoga class", "code review with {}", "coffee with {}",
+          "eye test", "flat viewing", "dinner at {}'s place", "budget review", "physiotherapy")
+MINUTES = {15: ("15 minutes", "a quarter of an hour"), 30: ("30 minutes", "half an hour"),
+           45: ("45 minutes",), 60: ("an hour", "60 minutes"), 90: ("an hour and a half", "90 minutes"),
+           120: ("two hours", "2 hours")}
 HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
 SENTENCES = ("{title} on {day} at {time}, {length}", "Please book {title} for {day}, {time}, for {length}.",
              "Put {title} in my calendar: {day} at {time}. It takes {length}.",
@@ -29,9 +29,11 @@ SENTENCES = ("{title} on {day} at {time}, {length}", "Please book {title} for {d
 
 
 def spoken_day(day: date, draw: random.Random) -> str:
-    ending = "th" if day.day in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10, "th")
-    return draw.choice((f"{day.day} {day:%B %Y}", f"{day:%B} {day.day}, {day.year}", f"{day:%d.%m.%Y}",
-                        f"the {day.day}{ending} of {day:%B %Y}", f"{day:%A}, {day.day} {day:%b %Y}"))
+    is_th = day.day in (11, 12, 13)
+    ending = "th" if is_th else {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10, "th")
+    return draw.choice((
+        f"{day.day} {day:%B %Y}", f"{day:%B} {day.day}, {day.year}", f"{day:%d.%m.%Y}",
+        f"the {day.day}{ending} of {day:%B %Y}", f"{day:%A}, {day.day} {day:%b %Y}"))
 
 
 def spoken_time(hour: int, minute: int, draw: random.Random) -> str:
@@ -46,7 +48,8 @@ def spoken_time(hour: int, minute: int, draw: random.Random) -> str:
 def record(draw: random.Random) -> tuple[str, str]:
     """Draw an appointment; return its sentence and its JSON."""
     day = date(2026, 1, 1) + timedelta(draw.randrange(730))
-    hour, minute, minutes = draw.randrange(8, 20), draw.choice((0, 15, 30, 45)), draw.choice(list(MINUTES))
+    hour, minute = draw.randrange(8, 20), draw.choice((0, 15, 30, 45))
+    minutes = draw.choice(list(MINUTES))
     title = draw.choice(TITLES).format(draw.choice(PEOPLE))
     sentence = draw.choice(SENTENCES).format(title=title, day=spoken_day(day, draw), length=draw.choice(
         MINUTES[minutes]), time=spoken_time(hour, minute, draw))
@@ -55,7 +58,7 @@ def record(draw: random.Random) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = CommandParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("output", type=Path, help="folder for the files")
     parser.add_argument("--train", type=int, default=600, help="number of training records")
     parser.add_argument("--test", type=int, default=200, help="number of test records")
@@ -77,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()
