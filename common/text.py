@@ -1,5 +1,6 @@
 """Text for people: escaped control characters, closed output streams, durations, commands to type."""
 
+import math
 import os
 import re
 import select
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Optional, TextIO
+from typing import Any, Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPED = os.environ.get("PADDOCK_COMMAND")  # how the user called the program, and its command
@@ -266,6 +267,32 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 def last_line(text: str) -> str:
     return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
+
+
+def number_text(value: Optional[float], stderr: Optional[float] = None, is_share: bool = False) -> str:
+    """Return a result with its standard error for people: 1.234 ± 0.012, 57.4 ± 2.1 %, 12,345, 6.2e-5.
+
+    `measured` of extensions/report/assets/chart.js has the same rules, for pages.
+    """
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    value, error = (100 * each if is_share else each for each in (value, stderr or 0.0))
+    size, unit = abs(value), " %" * is_share
+    if not (is_share or error) and (0 < size < 1e-3 or size >= 1e12):
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+", "e")
+    places = 1 if is_share else 3 if size < 100 else 1 if size < 1000 else 0
+    if not error:
+        return f"{value:,.{places}f}{unit}"
+    places = max(places, -math.floor(math.log10(error)))  # the first digit of the error is seen
+    return f"{value:,.{places}f} ± {error:,.{places}f}{unit}"
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting's value as in `.env`, such as 1e9 or true; empty for none."""
+    if isinstance(value, float):
+        short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        return re.sub(r"e([-+]?)0*(?=\d)", r"e\1", short).replace("e+", "e")
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -22,7 +22,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from config import STAGE_OF_KIND, Config, path_rules
+from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
@@ -54,7 +54,7 @@ from run.run import Inputs, Progress, Run
 from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
-HELD_OUT_SAMPLES = 2
+HELD_OUT_SAMPLES = 3
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 # Letters of scripts without spaces: Chinese, and Thai to Burmese, Khmer and Japanese.
 HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -93,9 +93,14 @@ class Evaluate(Extension):
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
         config, inputs, step = run.config, run.inputs, run.progress.step
-        if step > 0 and due(config.sample_every, step, run.finished):
+        # Before the first step, the answers of the base, which the report shows beside the run's.
+        has_base = config.training_stage != "pretrain" and any(getattr(config, name) for name in START_FROM)
+        if (step > 0 or has_base) and due(config.sample_every, step, run.finished):
+            held_out = inputs.validation_rows
+            if held_out is None and config.training_stage == "grpo":  # its prompts have no answers to learn
+                held_out = inputs.rows
             with phase("samples"):
-                for sample in samples(run.model, inputs.tokenizer, config, step, inputs.validation_rows):
+                for sample in samples(run.model, inputs.tokenizer, config, step, held_out):
                     run.log.sample(step, *sample)
         return {}
 

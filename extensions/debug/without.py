@@ -300,16 +300,16 @@ def over_seeds(pairs: Sequence[Sequence[RunReader]]) -> Iterator[dict[str, Any]]
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> Path:
-    """Write the page of an experiment, which shows its data by a script, as the report does."""
-    style = join_assets("base.css", "page.css")
-    script = join_assets("elements.js", "chart.js", "without.js")
+    """Write the page of an experiment, which shows its data by a script and charts, as the report does."""
+    style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
+    script = join_assets("elements.js", "chart.js", "export.js", "without.js")
     text = json.dumps(data).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
-    policy = (f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
+    policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; style-src {csp_hash(style)}; "
               "img-src data:; base-uri 'none'; form-action 'none'")
     report, body = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "without.html"))
     title = html.escape(data["title"])
     page = fill_template(report.partition("<body")[0] + body, {
-        "policy": policy, "title": title, "style": style, "script": script, "data": text})
+        "policy": policy, "title": title, "style": style, "library": library, "script": script, "data": text})
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path

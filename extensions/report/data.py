@@ -355,8 +355,9 @@ class RunReader:
         kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
         health = [*learning(self.curves, state, kinds, self.hellaswag, main, self.trends)]
         interruptions = time_spent["interruptions"] if time_spent else []
-        health.append(alarms_and_downtime(state, kinds, interruptions,
-                                          all(good is not False for good, _ in health)))
+        if state != "failed":  # the page begins with its failure
+            health.append(alarms_and_downtime(state, kinds, interruptions,
+                                              all(good is not False for good, _ in health)))
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
         return {"name": self.name, "stage": self.stage, "state": state, "sentence": sentence,
                 "health": health, "step": step, "max_steps": max_steps, "eta_seconds": eta,
