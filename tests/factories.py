@@ -46,6 +46,11 @@ from run.run import Progress
 
 FILES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "files.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
+# Of a page in a browser: what is smaller than 24 by 24 px; links within sentences may be.
+SMALL_TARGETS = """[...document.querySelectorAll("button, select, input:not([type=checkbox]), summary, a, textarea, label")].filter((each) => {
+  const {width, height} = each.getBoundingClientRect();
+  return each.checkVisibility() && width > 1 && (width < 24 || height < 24) && !each.closest("p:not(:has(label))");
+}).map((each) => each.outerHTML.slice(0, 99))"""
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
 
 # Eight rows a step, so that micro-batches of 1, 2 and 4 rows and 1, 2 and 4 ranks fit. fp32 and eager: runs are reproducible.

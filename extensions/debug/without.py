@@ -309,7 +309,8 @@ def write_page(path: Path, data: Mapping[str, Any]) -> Path:
     report, body = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "without.html"))
     title = html.escape(data["title"])
     page = fill_template(report.partition("<body")[0] + body, {
-        "policy": policy, "title": title, "style": style, "library": library, "script": script, "data": text})
+        "policy": policy, "title": title, "style": style, "library": library, "script": script,
+        "data": text})
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path

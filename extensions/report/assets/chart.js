@@ -512,13 +512,12 @@ class Chart {
       const slot = this.slots.findIndex((each) => each.line === line && each.role === "main");
       const isAt = isActive && slot >= 0;
       const i = isAt ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex(isKnown);
-      const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
       const [low, high] = isRange(line, i) ? [line.low[i], line.high[i]] : [];
       const range = low === undefined ? "" : ` (${format(low, line.how)} to ${format(high, line.how)})`;
       const isElsewhere = isAt ? line.sparse && i >= 0 && line.x[i] !== plot.data[0][idx]
         : i >= 0 && i < line.y.length - 1;
       const where = isElsewhere ? ` (step ${whole(line.steps[i])})` : "";
-      const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range + where;
+      const value = slot < 0 ? "" : measured(line.y[i], line.error?.[i], line.how).join("") + range + where;
       this.legend.children[row].querySelector("b").textContent = value;
       return `${line.label} ${value}`;
     });

@@ -21,12 +21,13 @@ function showLosses() {
   const lines = data.curves.flatMap((pair, seed) => pair.map((curve, arm) => {
     const [x, y] = [0, 1].map((i) => curve.map((point) => point[i]));
     return {key: `${seed} ${arm}`, label: seed ? `${arms[arm]}, seed ${seed + 1}` : arms[arm], steps: x, x, y,
-      color: color(arm), alpha: seed ? .4 : 1, dash: arm ? [7, 4] : [], shape: arm ? "dashed" : "", sparse: !seed,
-      span: 0, letter: "", how: {places: placesOf(y)}};
+      color: color(arm), alpha: seed ? .4 : 1, dash: arm ? [7, 4] : [], shape: arm ? "dashed" : "",
+      sparse: !seed, span: 0, letter: "", how: {places: placesOf(y)}};
   }));
   const first = `step ${data.first.toLocaleString("en")}: the first that differs`;
   const mark = {sign: "▲", color: MUTED, x: data.first, text: first, label: first};
-  Object.assign(groupOf("steps"), {extent: [least(steps), Math.max(most(steps), least(steps) + 1)], marks: [mark]});
+  const extent = [least(steps), Math.max(most(steps), least(steps) + 1)];
+  Object.assign(groupOf("steps"), {extent, marks: [mark]});
   const figure = new Chart("loss", groupOf("steps"));
   byId("losses").append(figure.figure);
   figure.update({title: "Validation loss", unit: "nats", axis: "step", falling: true}, lines);
@@ -34,7 +35,7 @@ function showLosses() {
 
 const change = data.left_out
   ? [h("p", {}, `Without ${data.left_out}, named by `, data.selectors.map((each, i) => [i ? ", " : "", h("code", {}, each)]), ". They are masked: not trained on, and not visible to other text."),
-    h("details", {class: "box"}, h("summary", {}, `The first ${data.examples.length} of them`), data.examples.map(quoted))]
+    h("details", {class: "box"}, h("summary", {}, "Examples"), data.examples.map(quoted))]
   : h("p", {}, `From step ${data.first.toLocaleString("en")} on: `, Object.entries(data.settings).map(([name, value], i) => [i ? ", " : "", h("code", {}, `${name}=${value}`)]), ".");
 const parted = data.parted === null ? "All steps that both arms took are equal."
   : `The first step that differs is ${data.parted.toLocaleString("en")}, by ${data.fields.map((name) => FIELDS[name] || name).join(", ")}.`;
@@ -43,7 +44,8 @@ const rows = data.tests.map((test) => [test.name, valueOf(test, test.a_value), v
   `${signOf(test)}${differenceOf(test)}`, pOf(test.p), test.n.toLocaleString("en")]);
 const seedRow = (each) => {
   const side = (values) => values.map((value) => valueOf(each, value)).join(", ");
-  return [each.name, side(each.runs), side(each.arms), valueOf(each, each.spread), `${signOf(each)}${differenceOf(each)}`, pOf(each.p)];
+  return [each.name, side(each.runs), side(each.arms), valueOf(each, each.spread),
+    `${signOf(each)}${differenceOf(each)}`, pOf(each.p)];
 };
 
 /** The main result: over seeds, if there are several. */
@@ -52,7 +54,8 @@ function verdict() {
   const made = data.left_out ? `Without ${data.left_out}` : `With ${Object.entries(data.settings)
     .map((pair) => pair.join("=")).join(", ")} from step ${data.first.toLocaleString("en")} on`;
   if (!main) return `${made}, nothing was measured that both arms have.`;
-  const name = over ? `${over.name}, as a mean over ${over.runs.length} seeds,` : `${test.name} at step ${test.step.toLocaleString("en")}`;
+  const name = over ? `${over.name}, as a mean over ${over.runs.length} seeds,`
+    : `${test.name} at step ${test.step.toLocaleString("en")}`;
   const [before, after] = over ? [mean(over.runs), mean(over.arms)] : [test.a_value, test.b_value];
   return `${made}, the ${name} is ${differenceOf(main)} ${main.difference < 0 ? "lower" : "higher"}: `
     + `${valueOf(main, after)} instead of ${valueOf(main, before)}`
