@@ -281,10 +281,9 @@ def number_text(value: Optional[float], stderr: Optional[float] = None, is_share
     if not (is_share or error) and (0 < size < 1e-3 or size >= 1e12):
         return f"{value:.1e}".replace("e-0", "e-").replace("e+", "e")
     places = 1 if is_share else 3 if size < 100 else 1 if size < 1000 else 0
-    if not error:
-        return f"{value:,.{places}f}{unit}"
-    places = max(places, -math.floor(math.log10(error)))  # the first digit of the error is seen
-    return f"{value:,.{places}f} ± {error:,.{places}f}{unit}"
+    if least := error or size:  # its first digit is shown
+        places = max(places, -math.floor(math.log10(least)))
+    return f"{value:,.{places}f}{f' ± {error:,.{places}f}' * bool(error)}{unit}"
 
 
 def setting_text(value: Any) -> str:

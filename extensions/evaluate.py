@@ -22,6 +22,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
+from common.text import number_text
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import WORD
@@ -178,12 +179,13 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
     kind = "" if (words := bleu_tokenizer(references)) == "13a" else f" ({words})"
-    percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
-    summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
-               f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
-               f"BLEU{kind}: {percent['bleu']:.2f} | N: {len(answers)}")
-    summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
-                       f"{metrics[f'generation_{name}_stderr']:.2g}" for name in user_metrics)
+    shown = {"Exact match": "exact_match", "ROUGE-L": "rouge_l", f"BLEU{kind}": "bleu",
+             **{name: name for name in user_metrics}}
+    cells = []
+    for title, name in shown.items():
+        value, error = (metrics.get(f"generation_{name}{end}") for end in ("", "_stderr"))
+        cells.append(f"{title}: {number_text(value, error, name not in user_metrics)}")
+    summary = " | ".join([*cells[:3], f"N: {len(answers)}", *cells[3:]])
     table = [Row("generation", name, metrics[f"generation_{name}"],
                  metrics.get(f"generation_{name}_stderr"), None, len(answers))
              for name in ("exact_match", *ROUGE, "bleu", *user_metrics)]

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.activity import tick
 from common.errors import CheckpointError, DataError
-from common.text import counted
+from common.text import counted, number_text
 from config import Config
 from data_pipeline.chats import kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, cut_tails, read_prepared
@@ -104,7 +104,7 @@ class Examples:
 
 
 def digest_of(ids: np.ndarray) -> str:
-    """Return the hash by which a file of EXCLUDE_DATA names an example: of its tokens, as they are stored."""
+    """Return the hash of an example's stored tokens, by which EXCLUDE_DATA can name it."""
     return hashlib.blake2b(np.ascontiguousarray(ids), digest_size=8).hexdigest()
 
 
@@ -193,7 +193,8 @@ class Excluded(NamedTuple):
         examples = sum(len(each.source) for each in sources)
         tokens = sum(int(np.diff(each.source.starts_E)[each.out_E].sum()) for each in sources)
         share = tokens / sum(each.token_set.tokens for each in sources)
-        return f"{self.total:,} of {counted(examples, 'example')} ({share:.2%} of the tokens)"
+        shown = number_text(share, None, True)
+        return f"{self.total:,} of {counted(examples, 'example')} ({shown} of the tokens)"
 
 
 def exclude(rows: Rows, tokenizer: Any, selectors: Sequence[Selector]) -> Excluded:

@@ -31,7 +31,7 @@ from checkpoint import schema
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.text import ROOT, counted
+from common.text import ROOT, counted, number_text
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.sources import columns_of
@@ -513,7 +513,7 @@ def validation_reward(run: Run) -> Result:
             "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
-    summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"
+    summary = f"Reward: {number_text(reward, error)} | N: {len(rewards_N)}"
     return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
 
 

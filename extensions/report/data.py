@@ -194,7 +194,7 @@ class RunReader:
 
     def _read_settings(self) -> None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder")
+            raise CheckpointError(f"{self.folder} does not exist; name the folder of a run")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")

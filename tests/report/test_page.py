@@ -249,7 +249,7 @@ def test_a_running_run_shows_how_far_it_is(show):
 def test_the_page_and_the_terminal_write_numbers_alike(show):
     page = show(report(run()))
     numbers = [(value, error, share) for value in (0, 0.00004, 0.000999, 0.001, 0.61691, 1.23456, -9.877, 99.9994, 123.456, 12345.6, 2.5e13)
-               for error in (0, 0.0004, 0.0123, 2.5) for share in (False, True)]
+               for error in (0, 0.0004, 0.0123, 2.6) for share in (False, True)]
     shown = page.evaluate("all => all.map(([value, error, percent]) => measured(value, error, {percent}).join(''))", numbers)
     assert shown == [number_text(*each) for each in numbers]
     assert page.evaluate("measured(null, 0)[0]") == number_text(None) == "not finite"

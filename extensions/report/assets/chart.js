@@ -51,7 +51,8 @@ function measured(value, error, how = {}) {
   const isPlain = how.percent || error || size === 0 || (size >= 1e-3 && size < 1e12);
   if (!isPlain) return [value.toExponential(1).replace("+", ""), ""];
   const usual = how.places ?? (how.percent ? 1 : size < 100 ? 3 : size < 1000 ? 1 : 0);
-  const places = error ? Math.max(usual, -Math.floor(Math.log10(error * scale))) : usual;
+  const smallest = (error && error * scale) || size;  // its first digit is shown
+  const places = smallest ? Math.max(usual, -Math.floor(Math.log10(smallest))) : usual;
   const say = (each) => (each * scale).toLocaleString("en", {minimumFractionDigits: places,
     maximumFractionDigits: places});
   return error ? [say(value), ` ± ${say(error)}${unit}`] : [say(value) + unit, ""];
