@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     assert starts_and_ends(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
     printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
     assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
-    assert f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, " in printed
+    assert re.search(f"result   loss {first['val_loss']:.3f} to {last['val_loss']:.3f} ± ", printed)
 
 
 def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run, tmp_path):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from checkpoint import store
 from common.errors import CheckpointError, SettingsError
 from common.files import atomic_write
-from common.text import show
+from common.text import setting_text, show
 from extensions.debug import history
 from extensions.debug.replay import open_run, read_settings, read_step_log
 from extensions.exclude import Excluded, digest_of, exclude
@@ -233,7 +233,7 @@ class Experiment(NamedTuple):
         parted, fields = history.compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
         data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
                 "fields": fields, "fork": max(history.kept_checkpoints(self.run_dir, first - 1), default=0),
-                "settings": {name: str(value) for name, value in self.settings.items()},
+                "settings": {name: setting_text(value) for name, value in self.settings.items()},
                 "left_out": excluded and excluded.describe(),
                 "selectors": [" ".join(each) for each in selectors][:SHOWN_EXAMPLES],
                 "examples": [source.text(number) for source, number in
@@ -304,8 +304,8 @@ def write_page(path: Path, data: Mapping[str, Any]) -> Path:
     style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
     script = join_assets("elements.js", "chart.js", "export.js", "without.js")
     text = json.dumps(data).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
-    policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; style-src {csp_hash(style)}; "
-              "img-src data:; base-uri 'none'; form-action 'none'")
+    policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; "
+              f"style-src {csp_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'")
     report, body = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "without.html"))
     title = html.escape(data["title"])
     page = fill_template(report.partition("<body")[0] + body, {

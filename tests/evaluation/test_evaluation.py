@@ -171,8 +171,8 @@ def test_further_sets_are_evaluated_with_hellaswag(sets, tiny_run, whole):
     assert {name: value for name, value in without_clocks(run.metrics())[-1].items() if not name.startswith(("pairs", "mixed"))} == \
         without_clocks(whole.metrics())[-1], "another set changes nothing"
     log = (run.folder / "log" / "rank-0.txt").read_text()
-    assert f"mixed [6/6] | Acc: {100 * last['mixed_acc']:.2f}% +- {100 * last['mixed_stderr']:.2f} | " in log
-    assert "N: 10 | Chance: 41.67%\n" in log and "n = 10; chance is 41.7 %)." in log
+    assert f"mixed [6/6] | Accuracy: {100 * last['mixed_acc']:.1f} ± {100 * last['mixed_stderr']:.1f} % | Accuracy (per length): " in log
+    assert "N: 10 | Chance: 41.7 %\n" in log
 
 
 def test_an_evaluation_interrupted_between_two_sets_is_completed_once(sets, tiny_run):
