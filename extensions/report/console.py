@@ -29,7 +29,8 @@ from run.run import Inputs, Run
 COLUMNS = {"train_loss": ("loss", 3, 6), "reward": ("reward", 3, 6), "reward_accuracy": ("acc", None, 7),
            "reward_margin": ("margin", 2, 6), "cross_entropy": ("ce", 3, 6), "divergence": ("div", 3, 6),
            "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", None, 7)}
-SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte"}
+SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
+         "Accuracy (per length)": "per length"}
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -152,7 +153,6 @@ def result_line(run: Run, started: float, first: int) -> str:
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
     before = {name: value for name, (step, value) in run.log.first.items() if step < progress.step}
-
     titles = {"val_loss": "loss", "val_reward": "reward", "val_reward_accuracy": "preference accuracy",
               **{f"{choices.name}_acc": choices.title for choices in run.inputs.choice_sets}}
     for name, title in titles.items():
@@ -163,7 +163,8 @@ def result_line(run: Run, started: float, first: int) -> str:
         results.append(f"{title} {since}{number_text(latest[name], latest.get(error), is_share)}")
         if name == "val_loss" and progress.best_val_loss and 0 < progress.best_step < progress.step:
             results[-1] += f", best {number_text(progress.best_val_loss)} at step {progress.best_step}"
-    return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
+    line = ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
+    return line + "; ± is one standard error" * ("±" in line)
 
 
 def path_to_use(run: Run) -> Path:

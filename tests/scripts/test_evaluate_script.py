@@ -200,7 +200,7 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
     found = evaluate(whole.checkpoint(6), *task, output=tmp_path / "found.json")["metrics"]
     assert found["own_items_acc"] == found["hellaswag_acc"] and found["own_items_acc_norm"] == found["hellaswag_acc_norm"]
     assert found["own_items_n"] == 10 and found["own_items_acc_stderr"] == pytest.approx(found["hellaswag_stderr"])
-    assert "\nown_items   acc " in capsys.readouterr().out
+    assert "\nown_items   accuracy  " in capsys.readouterr().out
     few = evaluate(whole.checkpoint(6), *task, "--limit", 3, "--hellaswag-every", 0, output=tmp_path / "few.json")["metrics"]
     from lm_eval.tasks import TaskManager
 
