@@ -1,6 +1,5 @@
 """Text for people: escaped control characters, closed output streams, durations, commands to type."""
 
-import math
 import os
 import re
 import select
@@ -267,23 +266,6 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 def last_line(text: str) -> str:
     return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
-
-
-def number_text(value: Optional[float], stderr: Optional[float] = None, is_share: bool = False) -> str:
-    """Return a result with its standard error for people: 1.234 ± 0.012, 57.4 ± 2.1 %, 12,345, 6.2e-5.
-
-    `measured` of extensions/report/assets/chart.js has the same rules, for pages.
-    """
-    if value is None or not math.isfinite(value):
-        return "not finite"
-    value, error = (100 * each if is_share else each for each in (value, stderr or 0.0))
-    size, unit = abs(value), " %" * is_share
-    if not (is_share or error) and (0 < size < 1e-3 or size >= 1e12):
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+", "e")
-    places = 1 if is_share else 3 if size < 100 else 1 if size < 1000 else 0
-    if least := error or size:  # its first digit is shown
-        places = max(places, -math.floor(math.log10(least)))
-    return f"{value:,.{places}f}{f' ± {error:,.{places}f}' * bool(error)}{unit}"
 
 
 def setting_text(value: Any) -> str:

@@ -11,7 +11,6 @@ import torch
 from checkpoint import schema
 from common.activity import phase
 from common.files import json_sha256
-from common.text import number_text
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from learn.objectives import Objective, sums_by_item
 from model import Transformer
@@ -168,8 +167,8 @@ def validation(run: Run) -> Result:
     table = [Row("validation", name, value, errors.get(name)) for name, value in
              {"loss": loss, **others}.items()]
     table[0] = table[0]._replace(n=len(count_N))
-    summary = [f"{name.replace('_', ' ').capitalize()}: "
-               f"{number_text(value, logged.get(name), name.endswith('accuracy'))}"
+    error_of = {name: f" ± {error:.2g}" for name, error in logged.items()}
+    summary = [f"{name.replace('_', ' ').capitalize()}: {value:.3f}{error_of.get(name, '')}"
                for _, name, value, *_ in table]
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
@@ -205,7 +204,7 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
         metrics,
         {"name": choices.name, "items": choices.sha256, "n": n, "correct": correct,
          "correct_norm": correct_norm},
-        f"Accuracy: {number_text(acc, stderr, True)} | Accuracy (per length): "
-        f"{number_text(acc_norm, None, True)} | N: {n} | Chance: {number_text(choices.chance, None, True)}",
+        f"Accuracy: {100 * acc:.1f} ± {100 * stderr:.1f} % | Accuracy (per length): {100 * acc_norm:.1f} % | "
+        f"N: {n} | Chance: {100 * choices.chance:.1f} %",
         [Row(choices.title, name, share, schema.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])

@@ -24,14 +24,14 @@ from checkpoint.schema import LogFile
 from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
-from common.text import counted, number_text, printable
+from common.text import counted, printable
 from config import EXTENSION_SECTIONS, LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, LogConfig
 from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from extensions.cost import parameter_count
 from extensions.report.console import trained_count
-from extensions.report.curves import metric_title, result_text
 from extensions.report.data import segments, setting_lines
+from extensions.report.numbers import metric_title, number_text, result_text
 from model_utils import device_name
 from run.extensions import Extension
 from run.log import EVALUATED

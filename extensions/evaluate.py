@@ -22,7 +22,6 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import number_text
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import WORD
@@ -35,6 +34,7 @@ from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
+from extensions.report.numbers import number_text
 from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.activity import tick
 from common.errors import CheckpointError, DataError
-from common.text import counted, number_text
+from common.text import counted
 from config import Config
 from data_pipeline.chats import kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, cut_tails, read_prepared
@@ -27,6 +27,7 @@ from data_pipeline.shards import dtype_for
 from data_pipeline.sources import Reading, Source
 from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
 from dataloaders import Batch, Rows, SourceRows, WrappedRows
+from extensions.report.numbers import number_text
 from extensions.settings import Selector, read_selectors
 from model_kernels.head import IGNORE_INDEX
 from run.extensions import Extension

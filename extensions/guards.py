@@ -17,9 +17,10 @@ from checkpoint.schema import LogFile, read_entries
 from checkpoint.store import BEST
 from checkpoint.tensors import write_tensors
 from common.errors import DriftError, LossSpikeError, NonFiniteError
-from common.text import command, counted, number_text, setting_text
+from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.report.numbers import number_text
 from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
 from model_utils import forced_eager, seed_step

@@ -31,7 +31,7 @@ from checkpoint import schema
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.text import ROOT, counted, number_text
+from common.text import ROOT, counted
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.sources import columns_of
@@ -40,6 +40,7 @@ from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
+from extensions.report.numbers import number_text
 from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
 from extensions.settings import answers_per_row, reward_terms

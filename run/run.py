@@ -25,7 +25,7 @@ from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
 from common.files import commit, disk_errors, sync_folder
-from common.text import counted, number_text
+from common.text import counted
 from config import Config
 from dataloaders import RowOrder, Rows, load_steps, validation_batches
 from hellaswag_utils import ChoiceSet
@@ -196,7 +196,7 @@ class Run:
         if not self.finished:
             return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
         step = progress.best_step
-        best = f"{number_text(progress.best_val_loss)} (step {step})" if step else "the first"
+        best = f"{progress.best_val_loss:.3f} (step {step})" if step else "the first"
         return (f"Early stopping: {counted(progress.validations_without_best, 'validation')} without a "
                 f"loss below {best}; to continue, raise EARLY_STOPPING_PATIENCE.")
 

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
-from common.text import aligned, number_text, print_safely, show, status_line  # noqa: E402
+from common.text import aligned, print_safely, show, status_line  # noqa: E402
+from extensions.report.numbers import number_text  # noqa: E402
 from plan.layers import read_flags  # noqa: E402
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
@@ -99,7 +100,7 @@ def read_bundle(folder: Path, limit: Optional[int]) -> list[dict]:
 
 
 def table(rows) -> list[str]:
-    from extensions.report.curves import metric_title, result_text
+    from extensions.report.numbers import metric_title, result_text
 
     cells = [("", "metric", "value", "chance", "n")]
     for row in rows:
@@ -177,7 +178,7 @@ def paired_tests(before: Measured, after: Measured) -> list:
 
 def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     """Return the lines of the table and the answers."""
-    from extensions.report.curves import metric_title, result_text
+    from extensions.report.numbers import metric_title, result_text
     from extensions.report.paired import FEWEST
 
     cells = [("", "metric", "before", "after", "difference", "p", "n")]
@@ -206,7 +207,7 @@ def main() -> None:
         from extensions.evaluate import Harness, settings_for
         from extensions.inference.weights import find_model
         from model_utils import choose_dtype
-        from parallel.ranks import RunContext, StopSignals, joined_ranks
+        from parallel.ranks import RunContext, StopSignals, meeting
         from run.facts import prepare_device
 
     *earlier, folder = map(find_model, args.model)
@@ -220,7 +221,8 @@ def main() -> None:
                                 "itself on the folder of the model")
         _ = harness.task_classes  # report a misspelled task before anything slow starts
     device, problem = prepare_device(config), None
-    with joined_ranks(device.type, config.distributed_timeout) as ranks:
+    terms = {"device": device.type, "timeout": config.distributed_timeout}
+    with meeting(lambda: terms) as (ranks, _):
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))

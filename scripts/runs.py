@@ -26,9 +26,9 @@ from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
 from common.text import PROGRAM, WIDTH, aligned, counted, setting_text, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
-from extensions.report.curves import result_text  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.health import time_text  # noqa: E402
+from extensions.report.numbers import result_text  # noqa: E402
 from plan.make import make_plan  # noqa: E402
 
 LOCK = "run.lock"

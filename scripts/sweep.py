@@ -27,11 +27,13 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from common.text import aligned, counted, duration, number_text, show  # noqa: E402
+from common.text import aligned, counted, duration, show  # noqa: E402
 from config import KIND_OF_STAGE, PLAIN_NAME, START_FROM  # noqa: E402
 from data_pipeline.shards import KINDS  # noqa: E402
-from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
+from data_preparation_utils import prepare_from_flags  # noqa: E402
+from extensions.preparation import is_source  # noqa: E402
 from extensions.report.compare import by_configuration, results  # noqa: E402
+from extensions.report.numbers import number_text  # noqa: E402
 from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from plan.command_line import exit_with  # noqa: E402

@@ -37,7 +37,7 @@ from learn.optim import Optimizer, make_reducer
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.fsdp import local_rows
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, meeting
 from plan.command_line import plan_on_rank0
 from plan.make import make_plan
 from run import folder as run_folder
@@ -70,6 +70,13 @@ class Prepared(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
+
+
+@contextlib.contextmanager
+def joined_ranks(device_type: str, timeout_seconds: float):
+    """A `with` block in a process group."""
+    with meeting(lambda: {"device": device_type, "timeout": timeout_seconds}) as (ranks, _):
+        yield ranks
 
 
 def sentence(rng: Random) -> str:

@@ -13,11 +13,12 @@ import torch
 import lora
 import model_utils
 from checkpoint import store
-from common.text import DIM, GREEN, command, counted, duration, number_text, paint, printable
+from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
 from dataloaders import Rows
 from extensions.cost import parameter_count
+from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel

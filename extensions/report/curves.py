@@ -1,14 +1,11 @@
 """Group curves into charts, and show long curves as the mean, minimum and maximum of buckets of steps."""
 
 import math
-import re
 from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
-
-from common.text import number_text
 
 # Id, title, unit, styles ("log", "falling", "percent", "stacked"), and curves with their labels.
 KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
@@ -47,19 +44,6 @@ HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 CHANCE = {"hellaswag": 0.25, "val_reward_accuracy": 0.5}  # of runs that do not log it
 ACCURACIES = {"_acc": "", "_acc_norm": " (per length)"}
-
-
-METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per length)"}
-SHARES = re.compile(r"(.*_)?acc(_norm)?|.*accuracy.*|.*exact_match|.*rouge.*|.*bleu|[mh]fu", re.IGNORECASE)
-
-
-def metric_title(metric: str) -> str:
-    return METRIC_TITLES.get(metric) or metric.replace("_", " ")
-
-
-def result_text(metric: str, value: Optional[float], stderr: Optional[float] = None) -> str:
-    """Return a metric's value with its standard error; accuracies and scores from 0 to 1 as percentages."""
-    return number_text(value, stderr, SHARES.fullmatch(metric) is not None)
 
 
 def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:

@@ -20,11 +20,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted, number_text, setting_text
+from common.text import PROGRAM, counted, setting_text
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.numbers import number_text
 from extensions.report.paired import item_scores, trends
 from plan.command_line import describe_settings
 

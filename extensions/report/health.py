@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from common.text import counted, number_text
+from common.text import counted
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
+from extensions.report.numbers import number_text
 from extensions.report.paired import FEWEST, SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence

@@ -9,7 +9,7 @@ import re
 import pytest
 from factories import SMALL_TARGETS
 
-from common.text import number_text
+from extensions.report.numbers import number_text
 from extensions.report.page import ASSETS, render
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028{data}<!--"
