@@ -167,7 +167,7 @@ def validation(run: Run) -> Result:
     table = [Row("validation", name, value, errors.get(name)) for name, value in
              {"loss": loss, **others}.items()]
     table[0] = table[0]._replace(n=len(count_N))
-    error_of = {name: f" ± {error:.2g}" for name, error in logged.items()}
+    error_of = {name: f" ± {error:.3f}" for name, error in logged.items()}
     summary = [f"{name.replace('_', ' ').capitalize()}: {value:.3f}{error_of.get(name, '')}"
                for _, name, value, *_ in table]
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,

@@ -209,8 +209,8 @@ class Experiment(NamedTuple):
         lines = [*(read_selectors(before) if before else ()), *selectors]
         excluded, first = left_out(run_dir, selectors)
         if first is None:
-            raise SettingsError(f"{run_dir}: no step read any of the named examples "
-                                f"({excluded.describe()}); name others")
+            raise SettingsError(f"{run_dir}: no step read the named examples: "
+                                f"{excluded.describe()}; name others")
         path = arm.with_suffix(".txt")
         path.write_text("".join(f"{' '.join(line)}\n" for line in lines))
         fork(run_dir, arm, first, {"EXCLUDE_DATA": str(path.absolute())})

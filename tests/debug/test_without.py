@@ -150,7 +150,7 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
 
 def test_mistakes_have_one_clear_error(trained, tmp_path):
     unread = tmp_path / "unread"
-    with pytest.raises(SettingsError, match="its steps read none of what is named, 0 of 107 examples"):
+    with pytest.raises(SettingsError, match="no step read the named examples: 0 of 107 examples"):
         Experiment(trained.folder, unread, [Selector("find", "whale")]).run()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

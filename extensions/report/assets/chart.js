@@ -43,8 +43,8 @@ const placesOf = (values) => {
 
 const whole = (value) => format(value && Math.round(value));
 
-/** A result and its standard error as [text, " ± text"]: `number_text` of common/text.py has the same rules.
-    null: NaN or infinity. */
+/** A result and its standard error as [text, " ± text"], by the rules of `number_text` in
+    extensions/report/numbers.py. null: NaN or infinity. */
 function measured(value, error, how = {}) {
   if (typeof value !== "number") return [value === null ? "not finite" : "–", ""];
   const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);
