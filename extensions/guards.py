@@ -81,8 +81,8 @@ class Guards(Extension):
             if rise and self.risen_from != best.step:
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
-                run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step {best.step}"
-                             f"{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: "
+                run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step "
+                             f"{best.step}{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: "
                              f"{advice}")
         return {}
 
@@ -115,8 +115,8 @@ class Divergence:
         shown = {}
         if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
             shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
-                                   f"{DIVERGED_STEPS} steps ({number_text(self.first_losses[0])} in the first step, "
-                                   f"now {number_text(loss)}): the run diverges")
+                                   f"{DIVERGED_STEPS} steps ({number_text(self.first_losses[0])} in the first "
+                                   f"step, now {number_text(loss)}): the run diverges")
         if all(norm == 0 for _, norm in self.recent):
             shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
                                     "model no longer learns")
