@@ -82,8 +82,8 @@ class Guards(Extension):
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
                 run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step "
-                             f"{best.step}{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: "
-                             f"{advice}")
+                             f"{best.step}{difference_text(rise, best.kind)}. If it keeps rising, the run "
+                             f"overfits: {advice}")
         return {}
 
 
@@ -114,9 +114,10 @@ class Divergence:
         initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
         shown = {}
         if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
+            first = number_text(self.first_losses[0])
             shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
-                                   f"{DIVERGED_STEPS} steps ({number_text(self.first_losses[0])} in the first "
-                                   f"step, now {number_text(loss)}): the run diverges")
+                                   f"{DIVERGED_STEPS} steps ({first} in the first step, now "
+                                   f"{number_text(loss)}): the run diverges")
         if all(norm == 0 for _, norm in self.recent):
             shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
                                     "model no longer learns")
