@@ -202,6 +202,7 @@ def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
     page = show(report(run("a" * 80)), width, scheme=scheme)
     tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".health", ".tiles", "#chart-loss .plot")]
     assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the first chart is on a phone's first screen"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
     page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate(SMALL_TARGETS) == []
