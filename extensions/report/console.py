@@ -137,6 +137,8 @@ def print_overview(run: Run) -> None:
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
+    if run.inputs.validation_rows is not None or run.inputs.choice_sets:
+        info("Results: ± is one standard error, over the evaluated items")
 
 
 def result_line(run: Run, started: float, first: int) -> str:
@@ -164,8 +166,7 @@ def result_line(run: Run, started: float, first: int) -> str:
         results.append(f"{title} {since}{number_text(latest[name], latest.get(error), is_share)}")
         if name == "val_loss" and progress.best_val_loss and 0 < progress.best_step < progress.step:
             results[-1] += f", best {number_text(progress.best_val_loss)} at step {progress.best_step}"
-    line = ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
-    return line + "; ± is one standard error" * ("±" in line)
+    return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
 
 
 def path_to_use(run: Run) -> Path:
