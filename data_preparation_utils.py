@@ -8,22 +8,19 @@ and templates (labels), prepare and workers (tokens, journal, manifest), shards 
 
 import argparse
 import os
-from collections import defaultdict
 from collections.abc import Sequence
-from glob import escape, glob
 from pathlib import Path
 
 from common.command_line import CommandParser, filled, number
 from common.errors import DataError, SettingsError, local_path
 from common.files import disk_errors
-from common.text import COMMANDS, PROGRAM, is_url, show
+from common.text import COMMANDS, PROGRAM, show
 from config import KINDS, START_FROM, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, describe_counts, name_set, prepare, read_prepared
-from data_pipeline.shards import MANIFEST, MIXTURE
-from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of, validation_split
+from data_pipeline.sources import SHORTCUTS, Source, source_of, validation_split
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
 from plan.command_line import export
@@ -209,16 +206,3 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
         described = validation_split(described)
     folder = prepare_set(kind, described, output, options)
     return folder if only_plan else name_set(folder, source)
-
-
-def is_source(kind: str, path: str) -> bool:
-    """Return whether a data setting is an unprepared source: neither a prepared set nor a missing path."""
-    if os.path.isdir(path):
-        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(escape(path), depth))]
-        if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
-            return False
-    names = [] if is_url(path) else local_files(path, defaultdict(list))
-    if not names and source_of(path, NAMES[kind]).name:  # a hub name or a missing path
-        owner, _, name = path.partition("/")
-        return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
-    return is_url(path) or any(format_of(name)[0] for name in names)

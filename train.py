@@ -176,16 +176,15 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run, wait=True)
-        stopped = f"Stopped by a signal; step {progress.step} is saved."
-        log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
-        log.ending = [stopped]
+        log.ending = [f"Stopped by a signal; step {progress.step} is saved.",
+                      f"To resume: {how_to_resume(run)}."]
         return EXIT_PREEMPTED
     if progress.step != config.max_steps:
         log.info(run.how_to_continue())
     took = f"; this start took {progress.step - first:,} of them" if first else ""
     text = (f"{'Finished' if run.finished else 'Stopped after'} {counted(progress.step, 'step')} "
             f"({progress.tokens_seen:,} tokens){took} in {duration(time.perf_counter() - started)}.")
-    for line in (text, *(line for extension in run.extensions for line in extension.summary(run))):
+    for line in (line for extension in run.extensions for line in extension.summary(run)):
         log.info(line, shown="")
     log.ending = [text]
     return 0
@@ -329,8 +328,7 @@ def finish_step(run: Run) -> None:
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
         run.log.step({"step": progress.step, **metrics})
-    new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
-    is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
+    is_due = run.saves_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.takes_no_step or (progress.step > 0 and is_due):
         save_checkpoint(run, wait=run.takes_no_step)
 

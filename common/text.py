@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Optional, TextIO
+from typing import Any, Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPED = os.environ.get("PADDOCK_COMMAND")  # how the user called the program, and its command
@@ -266,6 +266,14 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 def last_line(text: str) -> str:
     return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting's value as in `.env`, such as 1e9 or true; empty for none."""
+    if isinstance(value, float):
+        short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        return re.sub(r"e([-+]?)0*(?=\d)", r"e\1", short).replace("e+", "e")
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def counted(number: int, noun: str) -> str:

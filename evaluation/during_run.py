@@ -85,12 +85,13 @@ def evaluate(run: Run) -> None:
             result = measure()
         metrics.update(result.metrics)
         run.log.append("evaluations", {"step": progress.step, **result.line})
-        is_best = False
+        best = ""
         if metric == "val_loss" and progress.step > 0:
             loss = result.metrics["val_loss"]
             _, first = run.log.first.get("val_loss", (0, loss))
-            is_best = progress.note_validation(loss, config.early_stopping_skip_steps, first)
-        run.log.evaluation(progress.step, title, result.summary, is_best)
+            if progress.note_validation(loss, config.early_stopping_skip_steps, first):
+                best = "best, saving" if run.saves_best else "best"
+        run.log.evaluation(progress.step, title, result.summary, best)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     for extension in run.extensions:
@@ -166,8 +167,8 @@ def validation(run: Run) -> Result:
     table = [Row("validation", name, value, errors.get(name)) for name, value in
              {"loss": loss, **others}.items()]
     table[0] = table[0]._replace(n=len(count_N))
-    error_of = {name: f" +- {error:.4f}" for name, error in logged.items()}
-    summary = [f"{name.replace('_', ' ').capitalize()}: {value:.4f}{error_of.get(name, '')}"
+    error_of = {name: f" ± {error:.3f}" for name, error in logged.items()}
+    summary = [f"{name.replace('_', ' ').capitalize()}: {value:.3f}{error_of.get(name, '')}"
                for _, name, value, *_ in table]
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
@@ -203,7 +204,7 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
         metrics,
         {"name": choices.name, "items": choices.sha256, "n": n, "correct": correct,
          "correct_norm": correct_norm},
-        f"Acc: {100 * acc:.2f}% +- {100 * stderr:.2f} | Acc norm: {100 * acc_norm:.2f}% | N: {n} | "
-        f"Chance: {100 * choices.chance:.2f}%",
+        f"Accuracy: {100 * acc:.1f} ± {100 * stderr:.1f} % | Accuracy (per length): {100 * acc_norm:.1f} % | "
+        f"N: {n} | Chance: {100 * choices.chance:.1f} %",
         [Row(choices.title, name, share, schema.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])

@@ -10,7 +10,7 @@ import re
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -31,6 +31,7 @@ from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from extensions.cost import parameter_count
 from extensions.report.console import trained_count
 from extensions.report.data import segments, setting_lines
+from extensions.report.numbers import metric_title, number_text, result_text
 from model_utils import device_name
 from run.extensions import Extension
 from run.log import EVALUATED
@@ -139,8 +140,10 @@ def template() -> Template:
     """Return the template of all cards. A backslash at the end of a line joins it with the next one."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
-        "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format, "percent": "{:.2%}".format,
-        "fixed": lambda value, format=".4f": "" if value is None else f"{value:{format}}",
+        "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format,
+        "percent": partial(number_text, is_share=True),
+        "fixed": lambda value, format: "" if value is None else f"{value:{format}}",
+        "title": metric_title, "result": lambda score: result_text(score.metric, score.value, score.stderr),
         "model": model_name, "download": lambda base: name_of_download(base) or ""}
     source = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(source.replace("\\\n", ""))

@@ -22,7 +22,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from config import STAGE_OF_KIND, Config, path_rules
+from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import WORD
 from data_pipeline.mixture import is_mixture, read_mixture
@@ -34,6 +34,7 @@ from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
+from extensions.report.numbers import number_text
 from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer
@@ -55,7 +56,7 @@ from run.run import Inputs, Progress, Run
 from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
-HELD_OUT_SAMPLES = 2
+HELD_OUT_SAMPLES = 3
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 # Letters of scripts without spaces: Chinese, and Thai to Burmese, Khmer and Japanese.
 HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -94,9 +95,14 @@ class Evaluate(Extension):
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
         config, inputs, step = run.config, run.inputs, run.progress.step
-        if step > 0 and due(config.sample_every, step, run.finished):
+        # Before the first step, the answers of the base, which the report shows beside the run's.
+        has_base = config.training_stage != "pretrain" and any(getattr(config, name) for name in START_FROM)
+        if (step > 0 or has_base) and due(config.sample_every, step, run.finished):
+            held_out = inputs.validation_rows
+            if held_out is None and config.training_stage == "grpo":  # its prompts have no answers to learn
+                held_out = inputs.rows
             with phase("samples"):
-                for sample in samples(run.model, inputs.tokenizer, config, step, inputs.validation_rows):
+                for sample in samples(run.model, inputs.tokenizer, config, step, held_out):
                     run.log.sample(step, *sample)
         return {}
 
@@ -174,12 +180,13 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
     kind = "" if (words := bleu_tokenizer(references)) == "13a" else f" ({words})"
-    percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
-    summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
-               f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
-               f"BLEU{kind}: {percent['bleu']:.2f} | N: {len(answers)}")
-    summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
-                       f"{metrics[f'generation_{name}_stderr']:.2g}" for name in user_metrics)
+    shown = {"Exact match": "exact_match", "ROUGE-L": "rouge_l", f"BLEU{kind}": "bleu",
+             **{name: name for name in user_metrics}}
+    cells = []
+    for title, name in shown.items():
+        value, error = (metrics.get(f"generation_{name}{end}") for end in ("", "_stderr"))
+        cells.append(f"{title}: {number_text(value, error, name not in user_metrics)}")
+    summary = " | ".join([*cells[:3], f"N: {len(answers)}", *cells[3:]])
     table = [Row("generation", name, metrics[f"generation_{name}"],
                  metrics.get(f"generation_{name}_stderr"), None, len(answers))
              for name in ("exact_match", *ROUGE, "bleu", *user_metrics)]

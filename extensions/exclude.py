@@ -27,6 +27,7 @@ from data_pipeline.shards import dtype_for
 from data_pipeline.sources import Reading, Source
 from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
 from dataloaders import Batch, Rows, SourceRows, WrappedRows
+from extensions.report.numbers import number_text
 from extensions.settings import Selector, read_selectors
 from model_kernels.head import IGNORE_INDEX
 from run.extensions import Extension
@@ -104,7 +105,7 @@ class Examples:
 
 
 def digest_of(ids: np.ndarray) -> str:
-    """Return the hash by which a file of EXCLUDE_DATA names an example: of its tokens, as they are stored."""
+    """Return the hash of an example's stored tokens, by which EXCLUDE_DATA can name it."""
     return hashlib.blake2b(np.ascontiguousarray(ids), digest_size=8).hexdigest()
 
 
@@ -193,7 +194,8 @@ class Excluded(NamedTuple):
         examples = sum(len(each.source) for each in sources)
         tokens = sum(int(np.diff(each.source.starts_E)[each.out_E].sum()) for each in sources)
         share = tokens / sum(each.token_set.tokens for each in sources)
-        return f"{self.total:,} of {counted(examples, 'example')} ({share:.2%} of the tokens)"
+        shown = number_text(share, None, True)
+        return f"{self.total:,} of {counted(examples, 'example')} ({shown} of the tokens)"
 
 
 def exclude(rows: Rows, tokenizer: Any, selectors: Sequence[Selector]) -> Excluded:

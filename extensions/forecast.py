@@ -263,7 +263,7 @@ class Check:
                 self.line("data", "\n".join([described, *table]))
                 batch = self.inputs.rows(np.array([0]))
                 tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
-                # The last target of a document, such as the end of an answer, is no input.
+                # The last target of a document, such as the end of an answer, is not an input: add it.
                 shown = [[token] if target in (IGNORE_INDEX, after) else [token, target]
                          for token, target, after in zip(tokens, targets, [*tokens[1:], None])]
                 text = self.tokenizer.decode(sum(shown, []))
@@ -319,7 +319,7 @@ class Check:
                 self.line("start", f"RESUME=never moves the existing run in {run_dir} aside", "warn")
             text = f"random weights; the run's folder is {run_dir}"
             if start.kind == "new" and (config.training_stage != "pretrain" or config.lora_enabled):
-                text = "no weights, as no checkpoint is named; the settings have the model's shape"
+                text = "initial weights: the settings name no checkpoint"
             if start.continues:
                 step = start.step if start.is_own or config.start_step is None else config.start_step
                 left = f"{max(0, config.max_steps - step):,} of {counted(config.max_steps, 'step')} left"

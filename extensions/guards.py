@@ -17,9 +17,10 @@ from checkpoint.schema import LogFile, read_entries
 from checkpoint.store import BEST
 from checkpoint.tensors import write_tensors
 from common.errors import DriftError, LossSpikeError, NonFiniteError
-from common.text import command, counted
+from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.report.numbers import number_text
 from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
 from model_utils import forced_eager, seed_step
@@ -27,7 +28,7 @@ from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
 from run.run import Run, StepResult
-from run.step_log import checksum, save_before
+from run.step_log import checksum, describe_failure, save_before
 from train import accumulate_gradients
 
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
@@ -80,9 +81,9 @@ class Guards(Extension):
             if rise and self.risen_from != best.step:
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
-                run.log.warn(f"the validation loss is above its best, {rise.a:.4f} at step {best.step}"
-                             f"{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: "
-                             f"{advice}")
+                run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step "
+                             f"{best.step}{difference_text(rise, best.kind)}. If it keeps rising, the run "
+                             f"overfits: {advice}")
         return {}
 
 
@@ -113,9 +114,10 @@ class Divergence:
         initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
         shown = {}
         if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
+            first = number_text(self.first_losses[0])
             shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
-                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
-                                   f"now {loss:.4f}): the run diverges")
+                                   f"{DIVERGED_STEPS} steps ({first} in the first step, now "
+                                   f"{number_text(loss)}): the run diverges")
         if all(norm == 0 for _, norm in self.recent):
             shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
                                     "model no longer learns")
@@ -282,7 +284,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
     one copy, its part) also writes the non-finite gradients averaged over the ranks (`gradient.<parameter>`).
     If there are several ranks, those whose own gradients are not finite add `own_gradient.<parameter>`.
 
-    Returns the debug folder, the reports of all ranks, and a clause on whether the state is saved.
+    Returns the debug folder, the reports of all ranks, and a sentence on whether the state is saved.
     """
     step = run.progress.step + 1
     report = {"step": step, "rank": run.ranks.rank,
@@ -318,7 +320,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
 def how_to_examine(run: Run) -> str:
     """Return a sentence about the step's replay; empty for GRPO, whose steps cannot be replayed."""
     replay = command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
-    return "" if run.config.training_stage == "grpo" else f". Examine it with {replay}"
+    return "" if run.config.training_stage == "grpo" else f" Examine it with {replay}"
 
 
 @collective
@@ -343,17 +345,16 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
         more = f"all of them: {folder / 'report.txt'}; to load rows and gradients in Python:"
         for line in (*affected(first)[:1 + TENSORS_SHOWN], more, *how_to_load(folder, first["rank"])):
             run.log.info(line)
-    if bad:
-        where = f"was not finite on rank {ranks}"
-        debug = " or --preset stable" if run.config.debug else ", --preset stable, or DEBUG=true for details"
-        advice = f"try a lower LEARNING_RATE{debug}"
-    else:
-        where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
-                 "likely in the hardware or the network")
-        advice = "resume with the same command; if it happens again, find the faulty machine"
-    raise NonFiniteError(f"step {run.progress.step + 1} {where}; {saved}. {folder} has "
-                         "a report (report.txt), its rows (rank-*.json), tokens and non-finite gradients "
-                         f"(rank-*.safetensors){how_to_examine(run)}. To continue, {advice}")
+    where = f" on rank {ranks}" * (run.ranks.world_size > 1)
+    now = setting_text(run.config.learning_rate)
+    advice = (f"Try a lower LEARNING_RATE (now {now}){', DEBUG=true' * (not run.config.debug)} or --preset "
+              "stable.")
+    if not bad:
+        where = ", but not when recomputed: a transient fault, most likely of the hardware or the network"
+        advice = "Resume with the same command. If it happens again, find the faulty machine."
+    raise NonFiniteError(f"{describe_failure(run, result)}{where}. {saved} {advice} Details: {folder} has "
+                         "a report (report.txt), the step's rows (rank-*.json), tokens and NaN or infinite "
+                         f"gradients (rank-*.safetensors).{how_to_examine(run)}")
 
 
 @collective
@@ -362,15 +363,15 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
     config, step = run.config, run.progress.step + 1
     rows = run.order.all_rows(step - 1).tolist()
     shown = f"{rows[:ROWS_SHOWN]}"[:-1] + (", ... (all in ledger.jsonl)]" if len(rows) > ROWS_SHOWN else "]")
-    text = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
-            f"above the median of the last {len(run.progress.recent_losses)}; rows {shown}")
+    text = (f"loss spike in step {step}: {number_text(result.loss)} is {result.spike:.0f} robust standard "
+            f"deviations above the median of the last {len(run.progress.recent_losses)}; rows {shown}.")
     if config.loss_spike_policy != "stop":
-        skipped = "" if result.updated else "; its update is skipped"
+        skipped = "" if result.updated else " Its update is skipped."
         run.log.warn(f"{text}{skipped}{how_to_examine(run)}")
         return
     folder, _, saved = dump_step(run, batches, result)
-    raise LossSpikeError(f"{text}; {saved}, and {folder} has its rows"
-                         f"{how_to_examine(run)}; to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
+    raise LossSpikeError(f"{text} {saved} To continue past it, set LOSS_SPIKE_POLICY=skip or warn. "
+                         f"Details: {folder} has its rows.{how_to_examine(run)}")
 
 
 # -------------------------------------------------------------------------------------------- replicas

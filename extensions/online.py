@@ -40,6 +40,7 @@ from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
+from extensions.report.numbers import number_text
 from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
 from extensions.settings import answers_per_row, reward_terms
@@ -513,7 +514,7 @@ def validation_reward(run: Run) -> Result:
             "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
-    summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"
+    summary = f"Reward: {number_text(reward, error)} | N: {len(rewards_N)}"
     return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
 
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from glob import escape, glob
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -19,16 +21,30 @@ from pydantic import ValidationError
 
 from common.errors import DataError, SettingsError, run_script
 from common.files import read_json, read_text
-from common.text import ROOT
+from common.text import ROOT, is_url
 from config import Config
 from data_pipeline.prepare import JOURNAL, progress_bar
-from data_pipeline.shards import MANIFEST, Manifest, first_fault
-from data_preparation_utils import prepare_from_flags
+from data_pipeline.shards import MANIFEST, MIXTURE, Manifest, first_fault
+from data_pipeline.sources import format_of, local_files, source_of
+from data_preparation_utils import NAMES, prepare_from_flags
 from extensions.report.data import holder_runs
 
 POLL_SECONDS = 0.5
 NICENESS = 10  # of the preparation, once training takes precedence
 WORK = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from extensions.preparation import work; work()"
+
+
+def is_source(kind: str, path: str) -> bool:
+    """Return whether a data setting is an unprepared source: neither a prepared set nor a missing path."""
+    if os.path.isdir(path):
+        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(escape(path), depth))]
+        if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
+            return False
+    names = [] if is_url(path) else local_files(path, defaultdict(list))
+    if not names and source_of(path, NAMES[kind]).name:  # a hub name or a missing path
+        owner, _, name = path.partition("/")
+        return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
+    return is_url(path) or any(format_of(name)[0] for name in names)
 
 
 class Prepared(NamedTuple):

@@ -238,13 +238,6 @@ def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank
 
 
 @contextmanager
-def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """A `with` block in the process group of `start_ranks`."""
-    with meeting(lambda: {"device": device_type, "timeout": timeout_seconds}) as (ranks, _):
-        yield ranks
-
-
-@contextmanager
 def meeting(decide: Callable[[], dict[str, Any]]) -> Iterator[tuple[Ranks, dict[str, Any]]]:
     """A `with` block in the process group of `meet`; after an error, ranks leave it separately."""
     ranks, terms = meet(decide)

@@ -9,7 +9,7 @@ from typing import Any, Optional, get_args
 from pydantic import ValidationError
 
 from common.command_line import suggestion
-from common.text import printable
+from common.text import printable, setting_text
 from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
@@ -86,8 +86,7 @@ def may_be_missing(advice: str) -> bool:
 
 def in_env(name: str, value: Any) -> str:
     """Return NAME=value as it would be written in `.env`."""
-    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return f"{SETTING_OF.get(name.upper(), name.upper())}={text}"
+    return f"{SETTING_OF.get(name.upper(), name.upper())}={'none' if value is None else setting_text(value)}"
 
 
 def assignments(values: Mapping[str, Any], separator: str = " ") -> str:

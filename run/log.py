@@ -124,7 +124,7 @@ class RunLog:
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
         self.columns: Optional[ModuleType] = None
-        self.ending: list[str] = []  # what a terminal shows last
+        self.ending: list[str] = []  # the last lines
         self.latest: dict[str, Any] = {}  # the newest line of metrics
         self.first: dict[str, tuple[int, float]] = {}  # of each evaluation: step and value, on rank 0
 
@@ -215,9 +215,9 @@ class RunLog:
         room = WIDTH - len(self.shown_prefix)
         self.info(console_line(*facts), self.columns and self.columns.step_columns(*facts, room))
 
-    def evaluation(self, step: int, title: str, summary: str, is_best: bool) -> None:
-        facts = (step, self.config.max_steps, title, summary, is_best)
-        self.info(f"{title} [{step}/{self.config.max_steps}] | {summary}{' | best so far' * is_best}",
+    def evaluation(self, step: int, title: str, summary: str, best: str) -> None:
+        facts = (step, self.config.max_steps, title, summary, best)
+        self.info(f"{title} [{step}/{self.config.max_steps}] | {summary}{' | best so far' * bool(best)}",
                   self.columns and self.columns.evaluation_columns(*facts))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
@@ -230,8 +230,8 @@ class RunLog:
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
-        if self.ending and self.on_console and sys.stdout.isatty():
-            print_safely("\n".join(f"{self.shown_prefix}{line}" for line in self.ending), sys.stdout, True)
+        for line in self.ending:
+            self.info(line)
         for tracker in self.trackers:
             tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)
             if tracker.note:

@@ -170,6 +170,12 @@ class Run:
         return self.run_folder.path
 
     @property
+    def saves_best(self) -> bool:
+        """Whether the last validation is the best so far, and its state is kept for that."""
+        is_best = self.progress.step == self.progress.best_step > 0
+        return is_best and self.config.keep_best > 0 < self.config.save_every
+
+    @property
     def finished(self) -> bool:
         patience = self.config.early_stopping_patience
         return (self.progress.step >= self.config.max_steps
@@ -190,7 +196,7 @@ class Run:
         if not self.finished:
             return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
         step = progress.best_step
-        best = f"{progress.best_val_loss:.4f} (step {step})" if step else "the first"
+        best = f"{progress.best_val_loss:.3f} (step {step})" if step else "the first"
         return (f"Early stopping: {counted(progress.validations_without_best, 'validation')} without a "
                 f"loss below {best}; to continue, raise EARLY_STOPPING_PATIENCE.")
 
@@ -400,7 +406,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
         save_in_new_folder(run)
     manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
     run.saving = PendingSave(step, started, run.shard, files, write_others, manifest, checkpoint,
-                             Path(temporary))
+                             Path(temporary), run.saves_best)
     if wait or not config.async_save or not run.shard.allocate(weights | moments):
         return finish_saving(run)
     run.saving.start(files_of(run, run.shard.copy(weights), run.shard.copy(moments)))
@@ -446,7 +452,8 @@ def finish_saving(run: Run) -> None:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
     waited = f"; training stopped for {saving.blocked:.1f} s" if saving.in_background else ""
-    run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}")
+    shown = "" if saving.is_best else None  # a terminal's line of the validation has said so
+    run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}", shown)
     if not saving.in_background:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     run.log.event("saved", saving.step, seconds=seconds, checkpoint=checkpoint.name)

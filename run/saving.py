@@ -129,6 +129,7 @@ class PendingSave:
     details: Mapping[str, Any]  # of the manifest
     folder: Path  # its final path
     temporary: Path
+    is_best: bool
     in_background: bool = False
     thread: Optional[Background] = None
     blocked: float = 0.0  # seconds in which training stopped for it

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, LossSpikeError, NonFiniteError
+from common.text import setting_text
 from parallel import fsdp
 from parallel.ranks import collective
 from run.run import Run, StepResult, finish_saving, is_folder_lost, save_checkpoint
@@ -61,32 +62,38 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
 
 @collective
 def save_before(run: Run) -> str:
-    """Save the state before a step that does not count, unless it is bad too; return a clause on it."""
+    """Save the state before a step that does not count, unless it is bad too; return a sentence on it."""
     if run.config.update_in_backward:
-        return "but its gradients have changed the weights, which are not saved"
+        return "Its gradients have changed the weights, which are not saved."
     if run.undo:  # earlier updates of the step were finite, so the state before it is good
         run.undo()
     elif not run.ranks.all_agree(all(bool(fsdp.local_rows(each).isfinite().all())
                                      for each in run.model.parameters())):
-        return "nothing was updated, the weights were already non-finite and are not saved"
+        return "The weights were NaN or infinite before it, and are not saved."
     try:
         finish_saving(run)
         if run.saved is None or is_folder_lost(run):
             save_checkpoint(run, wait=True)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))
-    return f"nothing was updated, the state before it {'is' if run.saved else 'could not be'} saved"
+    return f"Step {run.progress.step:,} {'is' if run.saved else 'could not be'} saved."
+
+
+def describe_failure(run: Run, result: StepResult) -> str:
+    """Return what became NaN or infinite, in which step."""
+    name, value = ("loss", result.loss) if not math.isfinite(result.loss) else ("gradient", result.grad_norm)
+    return f"the {name} became {'NaN' if math.isnan(value) else 'infinite'} in step {run.progress.step + 1:,}"
 
 
 @collective
 def stop_before(run: Run, result: StepResult) -> NoReturn:
     """Save the state before a step that does not count, and raise an error if no extension has done so."""
-    step, saved = run.progress.step + 1, save_before(run)
+    saved = save_before(run)
     if result.finite:
-        raise LossSpikeError(f"loss spike in step {step}: {result.loss:.4f}; {saved}; "
-                             "to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
-    raise NonFiniteError(f"step {step} was not finite; {saved}. To continue, try a "
-                         "lower LEARNING_RATE")
+        raise LossSpikeError(f"loss spike in step {run.progress.step + 1:,}: {result.loss:.4f}. {saved} "
+                             "To continue past it, set LOSS_SPIKE_POLICY=skip or warn")
+    raise NonFiniteError(f"{describe_failure(run, result)}. {saved} Try a lower LEARNING_RATE "
+                         f"(now {setting_text(run.config.learning_rate)})")
 
 
 # -------------------------------------------------------------------------------------------- checksums

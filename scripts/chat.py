@@ -1,8 +1,7 @@
-"""Chat with a model in the terminal, or serve a chat page and an OpenAI-compatible API.
+"""Chat with a model in the terminal.
 
     ./paddock chat runs/chat
     ./paddock chat runs/chat --system "You answer in one sentence."
-    ./paddock chat runs/chat runs/preferred --serve    two models side by side
 
 For a run, the newest valid checkpoint is used. Adapters are applied to the base model they were trained on. A
 model without chat training continues your text. Without a terminal, each line of stdin is a message, and the
@@ -38,6 +37,15 @@ SEEDS = 2**32
 TERMINAL_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens",
                   "seed", "stop")
 SERVER_FLAGS = ("host", "port", "api_key", "concurrency")
+SERVE_HELP = """Serve a chat page and an OpenAI-compatible API for one model, or two side by side.
+
+    ./paddock serve runs/chat
+    ./paddock serve runs/chat runs/preferred    two models side by side
+    ./paddock serve runs/chat --port 0          any free port
+
+The address is printed; Ctrl-C stops the server. For a run, the newest valid checkpoint is used. Adapters are
+applied to the base model they were trained on. A model without chat training continues your text.
+"""
 HELP = """\
 /retry            answer again
 /undo             remove your last message
@@ -53,9 +61,11 @@ Ctrl-C stops an answer. End a line with
 
 
 def parse_args() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
+    serves = "--serve" in sys.argv
+    parser = CommandParser(SERVE_HELP if serves else __doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("second", nargs="?", help="a second model, shown side by side (requires --serve)")
+    second = "a second model, shown side by side" if serves else argparse.SUPPRESS
+    parser.add_argument("second", nargs="?", help=second)
     add_loading_flags(parser)
     # Limited by default, because the KV cache of some models' full context would not fit in memory.
     parser.add_argument("--context-length", default=8192, metavar="N",
@@ -72,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
                          help="end an answer before any of these texts")
     server = parser.add_argument_group("server")
-    server.add_argument("--serve", action="store_true", help="serve a chat page and an API")
+    server.add_argument("--serve", action="store_true", help="serve a chat page and an API: ./paddock serve")
     server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="address to listen on; other than loopback requires an API key in "
                              f"{KEY_VARIABLE} (default: %(default)s)")
@@ -84,6 +94,9 @@ def parse_args() -> argparse.Namespace:
     server.add_argument("--concurrency", default=8, metavar="N",
                         type=number(int, "of at least 1", lambda value: value > 0),
                         help="number of answers a model generates at the same time (default: %(default)s)")
+    for action in parser._actions:  # the help lists the flags that apply
+        if action.dest in (("serve", *TERMINAL_FLAGS) if serves else SERVER_FLAGS):
+            action.help = argparse.SUPPRESS
     args = parser.parse_args()
     if not all(args.stop):
         parser.error("--stop must not be empty: it would end every answer immediately")

@@ -32,6 +32,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
 from common.text import aligned, print_safely, show, status_line  # noqa: E402
+from extensions.report.numbers import number_text  # noqa: E402
 from plan.layers import read_flags  # noqa: E402
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
@@ -100,16 +101,18 @@ def read_bundle(folder: Path, limit: Optional[int]) -> list[dict]:
 
 
 def table(rows) -> list[str]:
-    def number(value, form: str = ".4f") -> str:
-        return "" if value is None else format(value, form)
+    from extensions.report.numbers import metric_title, result_text
 
-    cells = [("", "metric", "value", "+-", "chance", "n")]
-    cells += [(row.name, row.metric.replace("_", " "), number(row.value),
-               number(None if row.n == 1 else row.stderr),  # of one item it is unknown
-               number(row.chance), number(row.n, ",")) for row in rows]
-    return aligned(cells, left=2)
+    cells = [("", "metric", "value", "chance", "n")]
+    for row in rows:
+        error = None if row.n == 1 else row.stderr  # of one item it is unknown
+        chance = "" if row.chance is None else number_text(row.chance, None, True)
+        cells.append((row.name, metric_title(row.metric), result_text(row.metric, row.value, error), chance,
+                      "" if row.n is None else f"{row.n:,}"))
+    return [*aligned(cells, left=2), LEGEND]
 
 
+LEGEND = "± is one standard error, over the n items."
 # The scores of items, by the metric in the table that is their mean.
 PAIRED = {"loss": "loss", "reward_accuracy": "preferred", "acc": "correct", "acc_norm": "correct_norm",
           "exact_match": "exact", "rouge_l": "rouge_l", "reward": "reward"}
@@ -176,15 +179,19 @@ def paired_tests(before: Measured, after: Measured) -> list:
 
 def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     """Return the lines of the table and the answers."""
+    from extensions.report.numbers import metric_title, result_text
     from extensions.report.paired import FEWEST
 
-    cells = [("", "metric", "before", "after", "difference", "+-", "p", "n")]
+    cells = [("", "metric", "before", "after", "difference", "p", "n")]
     for first, last, test in zip(before.rows, after.rows, tests):
-        error = ("", "", "") if test is None else ("", "", f"{test.n:,}") if test.n < FEWEST else (
-            f"{test.stderr:.4f}", f"{test.p:.2g}" if test.p >= 1e-4 else "<0.0001", f"{test.n:,}")
-        cells.append((last.name, last.metric.replace("_", " "), f"{first.value:.4f}", f"{last.value:.4f}",
-                      f"{last.value - first.value:+.4f}", *error))
-    lines = aligned(cells, left=2)
+        change, has_test = last.value - first.value, test is not None and test.n >= FEWEST
+        size = result_text(last.metric, abs(change), test.stderr if has_test else None)
+        p = "" if not has_test else f"{test.p:.2g}" if test.p >= 1e-4 else "<0.0001"
+        values = (result_text(last.metric, each.value) for each in (first, last))
+        cells.append((last.name, metric_title(last.metric), *values,
+                      f"{'-' if change < 0 else '+'}{size}".replace("%", "points"),
+                      p, "" if test is None else f"{test.n:,}"))
+    lines = [*aligned(cells, left=2), LEGEND]
     if any(test and test.n < FEWEST for test in tests):
         lines.append(f"Fewer than {FEWEST} items are too few for an error or a verdict.")
     for (prompt, first), (_, last) in zip(before.answers, after.answers):
@@ -201,7 +208,7 @@ def main() -> None:
         from extensions.evaluate import Harness, settings_for
         from extensions.inference.weights import find_model
         from model_utils import choose_dtype, why_not_compile
-        from parallel.ranks import RunContext, StopSignals, joined_ranks
+        from parallel.ranks import RunContext, StopSignals, meeting
         from run.facts import prepare_device
 
     *earlier, folder = map(find_model, args.model)
@@ -215,7 +222,8 @@ def main() -> None:
                                 "itself on the folder of the model")
         _ = harness.task_classes  # report a misspelled task before anything slow starts
     device, problem = prepare_device(config), None
-    with joined_ranks(device.type, config.distributed_timeout) as ranks:
+    terms = {"device": device.type, "timeout": config.distributed_timeout}
+    with meeting(lambda: terms) as (ranks, _):
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))

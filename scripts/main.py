@@ -22,34 +22,39 @@ from common.errors import SettingsError, run_script  # noqa: E402
 from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES, choose_waiting  # noqa: E402
 
 COMMANDS = """
+Start
 demo                             : run.py --preset sample : train a small model (34 s on two CPU cores)
+doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
+Data
 prepare text|chats|pairs SOURCE  : prepare.py             : tokenize text, chats or preference pairs
+inspect DATA                     : inspect_data.py        : show statistics and rows of prepared data
+import SOURCE FOLDER             : import_checkpoint.py   : import a Llama model to start from
+Train
 check                            : run.py --check         : check settings, data, memory and time
 train                            : run.py                 : train on the CPU, one GPU or all GPUs
-runs                             : runs.py                : list runs; --clean suggests deletions
-report [RUN ...]                 : report.py              : write a report of a run, or compare runs
-chat MODEL                       : chat.py                : chat with a model in the terminal
-serve MODEL                      : chat.py --serve        : serve a chat page and an OpenAI API
-eval MODEL                       : evaluate.py            : evaluate a run or a model
-export MODEL --to FORMAT         : export.py              : convert to hf, merged or gguf, or upload
-More
-import SOURCE FOLDER             : import_checkpoint.py   : import a Llama model to start from
-generate MODEL                   : generate.py            : generate text
-inspect DATA                     : inspect_data.py        : show statistics and rows of prepared data
 sweep --vary NAME=VALUES         : sweep.py               : compare settings, each with several seeds
 race --seeds N                   : dev/ab_benchmark.py    : compare recipes by an A/B benchmark
-without RUN --find PATTERN       : without.py             : train a run without some data, and compare
 pipeline                         : pipeline.py            : train every stage on sample data
+Look
+runs                             : runs.py                : list runs; --clean suggests deletions
+report [RUN ...]                 : report.py              : write a report of a run, or compare runs
+Use
+chat MODEL                       : chat.py                : chat with a model in the terminal
+serve MODEL                      : chat.py --serve        : serve a chat page and an OpenAI API
+generate MODEL                   : generate.py            : generate text
+export MODEL --to FORMAT         : export.py              : convert to hf, merged or gguf, or upload
+Prove
+eval MODEL                       : evaluate.py            : evaluate a run or a model
 verify RUN                       : verify_checkpoint.py   : verify the hashes of checkpoints
 diff RUN RUN                     : diff_runs.py           : find where two runs first differ
 replay RUN --step N              : replay_step.py         : repeat one step and examine it
 at-step RUN STEP --output FOLDER : at_step.py             : re-create any past step, with proof
-doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
+without RUN --find PATTERN       : without.py             : train a run without some data, and compare
 test                             : test.sh                : run the tests
 """
-DAILY, MORE = ([tuple(map(str.strip, line.split(" : "))) for line in part.strip().splitlines()]
-               for part in COMMANDS.split("\nMore\n"))
-SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in [*DAILY, *MORE]}
+# [usage, script, meaning] of a command, or [title] of a group
+LINES = [[*map(str.strip, line.split(" : "))] for line in COMMANDS.strip().splitlines()]
+SCRIPTS = {words[0].split()[0]: words[1].split() for words in LINES if len(words) > 1}
 # Commands of other trainers; docs/coming-from.md explains them.
 ELSEWHERE = {name: ours for ours, names in (
     ("train", "pretrain base_train pt run run_training train_gpt main pretrain_main train"),
@@ -66,8 +71,8 @@ EXTRAS = "requirements-extras.txt"
 
 def show_list(program: str) -> None:
     print(f"usage: {program} COMMAND [flags]\n       {program} COMMAND --help\n")
-    for title, table in (("", DAILY), ("\nMore:\n", MORE)):
-        print(title + "\n".join(f"  {usage:32} {meaning}" for usage, _, meaning in table))
+    for first, *words in LINES:
+        print(f"  {first:32} {words[1]}" if words else first)
     print("\nComing from another trainer: docs/coming-from.md")
 
 

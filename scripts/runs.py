@@ -24,10 +24,11 @@ from checkpoint.manifest import read_manifest_bytes  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
-from common.text import PROGRAM, WIDTH, aligned, counted, show, show_part  # noqa: E402
+from common.text import PROGRAM, WIDTH, aligned, counted, setting_text, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
-from extensions.report.data import RunReader, format_value  # noqa: E402
+from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.health import time_text  # noqa: E402
+from extensions.report.numbers import result_text  # noqa: E402
 from plan.make import make_plan  # noqa: E402
 
 LOCK = "run.lock"
@@ -69,11 +70,11 @@ def read_run(folder: Path, name: str) -> Run:
     state, _ = reader.state()
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
-    loss = next((f"{reader.curves[curve].newest[0]:.4f} {kind}" for curve, kind in results.items()
-                 if curve in reader.curves), "-")
+    found = next((curve for curve in results if curve in reader.curves), None)
+    loss = f"{result_text(found, reader.curves[found].newest[0])} {results[found]}" if found else "-"
     stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
-    starts = " ".join(format_value(settings.get(setting)) for setting in STARTS)
+    starts = " ".join(setting_text(settings.get(setting)) for setting in STARTS)
     steps = f"{reader.step:,}/{reader.max_steps:,}" if settings else str(reader.step)
     return Run(folder, name, stage, steps, state, loss, max(logs), folder_bytes(folder), starts)
 

@@ -30,8 +30,10 @@ from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import aligned, counted, duration, show  # noqa: E402
 from config import KIND_OF_STAGE, PLAIN_NAME, START_FROM  # noqa: E402
 from data_pipeline.shards import KINDS  # noqa: E402
-from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
+from data_preparation_utils import prepare_from_flags  # noqa: E402
+from extensions.preparation import is_source  # noqa: E402
 from extensions.report.compare import by_configuration, results  # noqa: E402
+from extensions.report.numbers import number_text  # noqa: E402
 from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from plan.command_line import exit_with  # noqa: E402
@@ -170,20 +172,23 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
     if not measured:
         return
 
-    def shown(value: Optional[float]) -> str:
-        return "not finite" if value is None else f"{value:.4f}"
+    def shown(value: Optional[float], stderr: Optional[float]) -> str:
+        return number_text(value, stderr, "accuracy" in measured[0]["name"])
 
-    rows = [("run", measured[0]["name"]), *((run.name, shown(cell["value"]) if cell else "-") for run, cell
-                                            in zip(report.runs, measured[0]["cells"]))]
+    rows = [("run", measured[0]["name"])]
+    rows += [(run.name, shown(cell["value"], cell["stderr"]) if cell else "-")
+             for run, cell in zip(report.runs, measured[0]["cells"])]
+    legend = "± is one standard error, over the evaluated items."
     if configurations := by_configuration(report.runs, measured):
         rows = [("configuration", "seeds", measured[0]["name"], "vs. first", "p (Holm)")]
         for each in configurations:
             result, test = each["results"][0], each["test"]
-            mean = shown(result["mean"]) if result["n"] else "-"
-            error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
-            rows.append((each["name"], str(result["n"]), mean + error,
-                         *((f"{test['difference']:+.4f}", f"{test['p']:.2g}") if test else ("", ""))))
-    show(*aligned(rows, left=len(rows[0])))
+            mean = shown(result["mean"], result["stderr"]) if result["n"] else "-"
+            sign = "-" if test and test["difference"] < 0 else "+"
+            rows.append((each["name"], str(result["n"]), mean, *(
+                (sign + shown(abs(test["difference"]), None), f"{test['p']:.2g}") if test else ("", ""))))
+        legend = "± is one standard error, over the seeds."
+    show(*aligned(rows, left=len(rows[0])), legend)
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
                     "--output", str(folder / "report.html")], check=False)
 

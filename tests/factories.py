@@ -37,7 +37,7 @@ from learn.optim import Optimizer, make_reducer
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.fsdp import local_rows
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, meeting
 from plan.command_line import plan_on_rank0
 from plan.make import make_plan
 from run import folder as run_folder
@@ -46,6 +46,11 @@ from run.run import Progress
 
 FILES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "files.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
+# Of a page in a browser: what is smaller than 24 by 24 px; links within sentences may be.
+SMALL_TARGETS = """[...document.querySelectorAll("button, select, input:not([type=checkbox]), summary, a, textarea, label")].filter((each) => {
+  const {width, height} = each.getBoundingClientRect();
+  return each.checkVisibility() && width > 1 && (width < 24 || height < 24) && !each.closest("p:not(:has(label))");
+}).map((each) => each.outerHTML.slice(0, 99))"""
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
 
 # Eight rows a step, so that micro-batches of 1, 2 and 4 rows and 1, 2 and 4 ranks fit. fp32 and eager: runs are reproducible.
@@ -65,6 +70,13 @@ class Prepared(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
+
+
+@contextlib.contextmanager
+def joined_ranks(device_type: str, timeout_seconds: float):
+    """A `with` block in a process group."""
+    with meeting(lambda: {"device": device_type, "timeout": timeout_seconds}) as (ranks, _):
+        yield ranks
 
 
 def sentence(rng: Random) -> str:

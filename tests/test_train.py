@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     assert starts_and_ends(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
     printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
     assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
-    assert f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, " in printed
+    assert re.search(f"result   loss {first['val_loss']:.3f} to {last['val_loss']:.3f} ± ", printed)
 
 
 def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run, tmp_path):
@@ -331,7 +331,7 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
     assert run.train() == 0
     message = capsys.readouterr().out
-    assert "Nothing to do" in message and "Early stopping: 2 validations without a loss below 3.9000 (step 4)" in message
+    assert "Nothing to do" in message and "Early stopping: 2 validations without a loss below 3.900 (step 4)" in message
     assert "raise EARLY_STOPPING_PATIENCE" in message and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
     assert [why for event, _, why in starts_and_ends(run) if event == "end"] == ["early stopping"] * 3
@@ -346,12 +346,12 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     assert run.train(MAX_STEPS=6) == 0
     printed = capsys.readouterr()
     warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 4 rows\)", " ".join(printed.err.split()))
-    assert warnings == [("3.0000", "2", "+0.50")], "of the rise from step 3 on, once; 2.92 is no clear rise"
+    assert warnings == [("3.000", "2", "+0.50")], "of the rise from step 3 on, once; 2.92 is no clear rise"
     assert "resume" in printed.out and f"{run.folder}:best" not in printed.out.split("Finished")[-1]
     with_validation_losses(monkeypatch, {0: 3.3})
     assert run.train(MAX_STEPS=7) == 0
     printed = capsys.readouterr().out
-    assert "best 2.9000 at step 5" in printed and re.search(r"use it .*run:best", printed) and "resume  " not in printed
+    assert "best 2.900 at step 5" in printed and re.search(r"use it .*run:best", printed) and "resume  " not in printed
     assert store.locate(f"{run.folder}:best", run.folder).name == "step-00000005"
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from checkpoint import store
 from common.errors import CheckpointError, SettingsError
 from common.files import atomic_write
-from common.text import show
+from common.text import setting_text, show
 from extensions.debug import history
 from extensions.debug.replay import open_run, read_settings, read_step_log
 from extensions.exclude import Excluded, digest_of, exclude
@@ -209,8 +209,8 @@ class Experiment(NamedTuple):
         lines = [*(read_selectors(before) if before else ()), *selectors]
         excluded, first = left_out(run_dir, selectors)
         if first is None:
-            raise SettingsError(f"{run_dir}: its steps read none of what is named, "
-                                f"{excluded.describe()}; choose other examples")
+            raise SettingsError(f"{run_dir}: no step read the named examples: "
+                                f"{excluded.describe()}; name others")
         path = arm.with_suffix(".txt")
         path.write_text("".join(f"{' '.join(line)}\n" for line in lines))
         fork(run_dir, arm, first, {"EXCLUDE_DATA": str(path.absolute())})
@@ -233,7 +233,7 @@ class Experiment(NamedTuple):
         parted, fields = history.compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
         data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
                 "fields": fields, "fork": max(history.kept_checkpoints(self.run_dir, first - 1), default=0),
-                "settings": {name: str(value) for name, value in self.settings.items()},
+                "settings": {name: setting_text(value) for name, value in self.settings.items()},
                 "left_out": excluded and excluded.describe(),
                 "selectors": [" ".join(each) for each in selectors][:SHOWN_EXAMPLES],
                 "examples": [source.text(number) for source, number in
@@ -300,16 +300,17 @@ def over_seeds(pairs: Sequence[Sequence[RunReader]]) -> Iterator[dict[str, Any]]
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> Path:
-    """Write the page of an experiment, which shows its data by a script, as the report does."""
-    style = join_assets("base.css", "page.css")
-    script = join_assets("elements.js", "chart.js", "without.js")
+    """Write the page of an experiment, which shows its data by a script and charts, as the report does."""
+    style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
+    script = join_assets("elements.js", "chart.js", "export.js", "without.js")
     text = json.dumps(data).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
-    policy = (f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
-              "img-src data:; base-uri 'none'; form-action 'none'")
+    policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; "
+              f"style-src {csp_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'")
     report, body = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "without.html"))
     title = html.escape(data["title"])
     page = fill_template(report.partition("<body")[0] + body, {
-        "policy": policy, "title": title, "style": style, "script": script, "data": text})
+        "policy": policy, "title": title, "style": style, "library": library, "script": script,
+        "data": text})
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path

@@ -50,14 +50,16 @@ class Report(Extension):
             was_stopped = run.progress.pending_metrics is not None or not run.takes_no_step
             result = run.log.ending[0]
             if not was_stopped:
-                result = console.print_results(run, self.started, self.first)
+                run.log.info(result, shown="")
+                result = console.result_line(run, self.started, self.first)
             run.log.ending = console.ending(run, result)
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
         if run.config.report and run.log.lines and self.finish(run, seconds):
-            if len(run.log.ending) > 1:
+            if run.log.ending:
                 run.log.ending[1] += f"  (wrote {REPORT})"  # on the same line
-            run.log.info(f"Look at the run: {path}, in a browser", "" if run.log.ending else None)
+            else:
+                run.log.info(f"Look at the run: {path}, in a browser")
         if run.log.lines and path.is_file():
             run.log.send("report", path)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from checkpoint.schema import REWARD, VALIDATION
+from common.text import setting_text
 from extensions.report.curves import Curve, task_names
-from extensions.report.data import NOT_COMPARED, RunReader, format_value
+from extensions.report.data import NOT_COMPARED, RunReader
 from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t, read_item_scores
 from plan.command_line import describe_settings
 
@@ -51,7 +52,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     settings = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         # None if the run's version lacks the setting
-        values = [format_value(run.settings[name]) if name in run.settings else None for run in runs]
+        values = [setting_text(run.settings[name]) if name in run.settings else None for run in runs]
         if len(set(values)) > 1 and name not in WATCHED:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
@@ -70,7 +71,7 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
     groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
     names = sorted({name for run in runs for name in run.settings} - {*WATCHED, *SEEDS})
     for place, run in enumerate(runs):
-        key, seeds = (tuple(format_value(run.settings.get(name)) for name in each) for each in (names, SEEDS))
+        key, seeds = (tuple(setting_text(run.settings.get(name)) for name in each) for each in (names, SEEDS))
         groups.setdefault(key, {})[seeds] = place
     if not rows or len(groups) == len(runs) or sum(map(len, groups.values())) < len(runs):
         return []

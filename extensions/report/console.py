@@ -4,10 +4,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -15,11 +14,11 @@ import lora
 import model_utils
 from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
-from config import KIND_OF_STAGE, KINDS, Config
+from config import Config
 from data_pipeline.mixture import describe_sources
 from dataloaders import Rows
 from extensions.cost import parameter_count
-from extensions.settings import prompts_to_answer
+from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel
@@ -27,11 +26,12 @@ from model_utils import is_vocabulary
 from run.log import ranks_differ
 from run.run import Inputs, Run
 
-# What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
-COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6), "reward_accuracy": ("acc", 2, 5),
-           "reward_margin": ("margin", 2, 6), "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7),
-           "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
-SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
+# What a terminal shows of a logged step: label, decimals (None: a share) and width of a metric.
+COLUMNS = {"train_loss": ("loss", 3, 6), "reward": ("reward", 3, 6), "reward_accuracy": ("acc", None, 7),
+           "reward_margin": ("margin", 2, 6), "cross_entropy": ("ce", 3, 6), "divergence": ("div", 3, 6),
+           "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", None, 7)}
+SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
+         "Accuracy (per length)": "per length"}
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -137,13 +137,14 @@ def print_overview(run: Run) -> None:
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
+    if run.inputs.validation_rows is not None or run.inputs.choice_sets:
+        info("Results: ± is one standard error, over the evaluated items")
 
 
-def print_results(run: Run, started: float, first: int) -> str:
-    """Print the results of a process that `started` then, after `first` steps; return a summary."""
+def result_line(run: Run, started: float, first: int) -> str:
+    """Return the results of a process that `started` then, after `first` steps, on one line."""
     config, progress = run.config, run.progress
     latest = run.log.latest if run.log.latest.get("step") == progress.step else {}
-    info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
     since = f" since step {first:,}" if first else ""
     results = [f"in {duration(time.perf_counter() - started)}{since}"]
     if skipped := progress.skipped_steps:
@@ -155,40 +156,16 @@ def print_results(run: Run, started: float, first: int) -> str:
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
     before = {name: value for name, (step, value) in run.log.first.items() if step < progress.step}
-    if "val_loss" in latest:
-        since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""
-        others = "".join(f", {name} {latest[key]:.4f}" for name, key in
-                         (("perplexity", "val_perplexity"), ("bits per byte", "val_bits_per_byte"))
-                         if key in latest)
-        if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
-            others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
-        info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
-        is_past = "; best" in others and progress.best_step < progress.step
-        best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" if is_past else ""
-        results.append(f"loss {since[5:]}{latest['val_loss']:.4f}{best}")
-    for name, title, _, chance, *_ in run.inputs.choice_sets:
-        if f"{name}_acc" in latest:
-            acc, acc_norm, n, stderr = (
-                latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr"))
-            since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
-            info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
-                 f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
-            results.append(f"{title} {since[5:]}{100 * acc:.1f} % ± {100 * stderr:.1f}")
-
-    use = path_to_use(run)
-    form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
-    info(f"Checkpoint ({form}): {run.saved}")
-    if config.lora_enabled:
-        merge = command("scripts/merge_lora.py", use, "--output", run.folder / "merged")
-        info(f"Merge into base: {merge}")
-    if config.training_stage == "pretrain":
-        info(f"Generate text:   {command('scripts/generate.py', use)}")
-    else:
-        info(f"Chat with it:    {command('scripts/chat.py', use)}")
-    if run.inputs.validation_rows or run.inputs.choice_sets or prompts_to_answer(config):
-        info(f"Evaluate it:     {command('scripts/evaluate.py', use)}")
-    script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
-    info(f"Other data:      {command(script, '--help')}")
+    titles = {"val_loss": "loss", "val_reward": "reward", "val_reward_accuracy": "preference accuracy",
+              **{f"{choices.name}_acc": choices.title for choices in run.inputs.choice_sets}}
+    for name, title in titles.items():
+        if name not in latest:
+            continue
+        is_share, error = name.endswith(("acc", "accuracy")), f"{name.removesuffix('_acc')}_stderr"
+        since = f"{number_text(before[name], None, is_share)} to " if name in before else ""
+        results.append(f"{title} {since}{number_text(latest[name], latest.get(error), is_share)}")
+        if name == "val_loss" and progress.best_val_loss and 0 < progress.best_step < progress.step:
+            results[-1] += f", best {number_text(progress.best_val_loss)} at step {progress.best_step}"
     return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
 
 
@@ -203,7 +180,7 @@ def path_to_use(run: Run) -> Path:
 
 
 def ending(run: Run, result: str) -> list[str]:
-    """Return the last lines on a terminal: the result, and commands for the report, use and resuming."""
+    """Return the last lines: the result, and commands for the report, use and resuming."""
     config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
     if folder.absolute().parent != Path(Config.model_fields["output_dir"].default).absolute():
         flags += ["--output-dir", folder.parent]
@@ -220,14 +197,16 @@ def ending(run: Run, result: str) -> list[str]:
              "use it": command(script, target if is_best else folder)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
         lines["resume"] = command("scripts/run.py", *flags)
-    return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
+    return [f"{name}   {line}" for name, line in lines.items()]
 
 
 # ------------------------------------------------------------------------------- columns of a terminal
 
 
-def fixed(value: float, decimals: int, width: int) -> str:
+def fixed(value: float, decimals: Optional[int], width: int) -> str:
     """Return a number in a column, with an exponent if it has no place or only zeros otherwise."""
+    if decimals is None:
+        return f"{number_text(value, None, True):<{width}}"
     text = f"{value:.{decimals}f}"
     if len(text) > width or value and not float(text):
         text = f"{value:.{max(0, width - 6 - (value < 0))}e}"
@@ -260,11 +239,11 @@ def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_
     return cells_line(cells)
 
 
-def evaluation_columns(step: int, max_steps: int, title: str, summary: str, is_best: bool = False) -> str:
+def evaluation_columns(step: int, max_steps: int, title: str, summary: str, best: str = "") -> str:
     """Return an evaluation as a line for a terminal, from its summary `Name: value | Name: value`."""
     cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}"}
     for cell in (printable(title), *summary.split(" | ")):
         name, _, value = cell.partition(": ")
         label = SHORT.get(name, name.lower() if value else name)
-        cells[label] = f"{label} {value.replace('+-', '±')}".rstrip()
-    return cells_line(cells) + is_best * f"  {paint('best', GREEN, sys.stdout)}"
+        cells[label] = f"{label} {value}".rstrip()
+    return cells_line(cells) + f"  {paint(best, GREEN, sys.stdout)}" * bool(best)

@@ -43,7 +43,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
 HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 CHANCE = {"hellaswag": 0.25, "val_reward_accuracy": 0.5}  # of runs that do not log it
-ACCURACIES = {"_acc": "", "_acc_norm": " (by length)"}
+ACCURACIES = {"_acc": "", "_acc_norm": " (per length)"}
 
 
 def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:

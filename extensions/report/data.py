@@ -20,11 +20,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted
+from common.text import PROGRAM, counted, setting_text
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.numbers import number_text
 from extensions.report.paired import item_scores, trends
 from plan.command_line import describe_settings
 
@@ -87,18 +88,13 @@ def read_fields(path: Path, model: type[BaseModel], aside: Counter[str]) -> dict
     return content
 
 
-def format_value(value: Any) -> str:
-    """Return a setting's value as in `.env`; empty for none."""
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every recorded setting with its current default and meaning."""
     known = {line.name: line for line in describe_settings()}
     lines = []
     for name in [*filter(settings.__contains__, known), *sorted(settings.keys() - known.keys())]:
         default = Config.model_fields[name.lower()].default if name in known else None
-        lines.append({"name": name, "value": format_value(settings[name]), "default": format_value(default),
+        lines.append({"name": name, "value": setting_text(settings[name]), "default": setting_text(default),
                       "changed": name in known and settings[name] != default,
                       "meaning": known[name].meaning if name in known else "from another version of Paddock"})
     return lines
@@ -110,7 +106,7 @@ def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dic
     for first, path in schema.segment_files(folder):
         fields = read_fields(path, RunSettings, Counter() if aside is None else aside)
         settings = {name: value for name, value in fields.items() if name.isupper()}  # and not the plan
-        changes = [{"name": name, "before": format_value(before[name]), "after": format_value(value)}
+        changes = [{"name": name, "before": setting_text(before[name]), "after": setting_text(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
         yield {"step": first, "world_size": settings.get("WORLD_SIZE"), "changes": changes}
@@ -194,7 +190,7 @@ class RunReader:
 
     def _read_settings(self) -> None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder")
+            raise CheckpointError(f"{self.folder} does not exist; name the folder of a run")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
@@ -355,8 +351,9 @@ class RunReader:
         kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
         health = [*learning(self.curves, state, kinds, self.hellaswag, main, self.trends)]
         interruptions = time_spent["interruptions"] if time_spent else []
-        health.append(alarms_and_downtime(state, kinds, interruptions,
-                                          all(good is not False for good, _ in health)))
+        if state != "failed":  # the page begins with its failure
+            health.append(alarms_and_downtime(state, kinds, interruptions,
+                                              all(good is not False for good, _ in health)))
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
         return {"name": self.name, "stage": self.stage, "state": state, "sentence": sentence,
                 "health": health, "step": step, "max_steps": max_steps, "eta_seconds": eta,
@@ -470,13 +467,13 @@ class RunReader:
         for line in self.bad_steps:
             left_out = "" if line.updated else "; its update was skipped"
             kind, text = "update left out", "the loss was "
-            text += "NaN or infinite" if line.loss is None else f"{line.loss:.4f}"
+            text += "NaN or infinite" if line.loss is None else number_text(line.loss)
             if "spike" in line.model_extra:
                 kind, score = "loss spike", schema.number(line.model_extra["spike"])
                 if score:
                     text += f", {score:.1f} robust standard deviations above the recent ones"
             elif line.grad_norm is None:
-                text = "the gradient was not finite"
+                text = "the gradient was NaN or infinite"
             elif line.grad_norm == 0:
                 text = "the step had no targets"
             if line.step > end.get("step", line.step) and kind != "loss spike":  # it ended the run

@@ -10,6 +10,7 @@ import numpy as np
 from common.text import counted
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
+from extensions.report.numbers import number_text
 from extensions.report.paired import FEWEST, SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
@@ -47,12 +48,6 @@ def time_text(seconds: float) -> str:
     return " ".join([f"{int(seconds // size)} {unit}", *smaller])
 
 
-def value_text(value: float, percent: bool = False) -> str:
-    if percent:
-        return f"{100 * value:.1f} %"
-    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
-
-
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
              main: Headline = LOSS, trends: Mapping[str, Trend] = {}) -> Iterator[Finding]:
     """Yield whether the result `main` improved from its first to its last value, with the accuracies.
@@ -88,32 +83,32 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST})"
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
-    last_text = value_text(last, main.percent)
+    last_text = number_text(last, None, main.percent)
     if math.isnan(newest[measured[0]]):
         outcome, last_text, proof = "diverged", "not finite", ""
     elif math.isnan(newest.get(LOSS.curve, 0)):
         outcome, proof = "diverged", ""
-        last_text = f"{value_text(newest[measured[0]], main.percent)}; validation loss not finite"
+        last_text = f"{number_text(newest[measured[0]], None, main.percent)}; validation loss not finite"
     elif state == "failed" and "step not finite" in kinds:
-        outcome, proof = "diverged", f"{proof}, then a step was not finite"
+        outcome, proof = "diverged", f"{proof}, until a step was NaN or infinite"
     elif outcome == "worse" and "divergence" in kinds:
         outcome = "diverged"
     elif state == "failed" and "no gradient" in kinds:
         outcome = "stopped"
     elif rise and not is_few and main is LOSS and losses.best is not losses.first:
         outcome, proof = "overfit", difference_text(rise, losses.last.kind)
-        last_text = f"{value_text(rise.a)} at step {losses.best.step:,} → {last_text}"
+        last_text = f"{number_text(rise.a)} at step {losses.best.step:,} → {last_text}"
     word = WORDS[outcome][state == "running"]
-    texts = [f"{word}: {label} {value_text(first, main.percent)} → {last_text}{proof}",
+    texts = [f"{word}: {label} {number_text(first, None, main.percent)} → {last_text}{proof}",
              *accuracies(curves, newest, hellaswag)]
     yield None if outcome == "few" else outcome == "better", "; ".join(texts) + "."
     if rise and main is not LOSS:
         yield None, (f"The validation loss has risen since step {losses.best.step:,}, where it was "
-                     f"{value_text(rise.a)}{difference_text(rise, losses.last.kind)}.")
+                     f"{number_text(rise.a)}{difference_text(rise, losses.last.kind)}.")
     best, step = curve.best()
     if measured[0] == LOSS.curve and not test and outcome == "better" and last > best + max(
             1.5 * margin, 0.02 * abs(best)):
-        yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."
+        yield False, f"The validation loss has risen since step {step:,}, where it was {number_text(best)}."
 
 
 def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag: str) -> Iterator[str]:
@@ -122,9 +117,8 @@ def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag:
         stem = name.removesuffix("_acc")
         if stem != name and name in newest:
             stderr, chance = newest.get(f"{stem}_stderr"), newest.get(f"{stem}_chance")
-            error_text = f" ± {100 * stderr:.1f}" if stderr else ""
             chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
-            yield f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}"
+            yield f"accuracy on {label} {number_text(newest[name], stderr, True)}{chance_text}"
 
 
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],

@@ -42,7 +42,8 @@ def spoken_time(hour: int, minute: int, draw: random.Random) -> str:
     spoken = {0: name + " o'clock", 15: f"a quarter past {name}", 30: f"half past {name}",
               45: f"a quarter to {following}"}[minute]
     short = f"{(hour - 1) % 12 + 1}" + f":{minute:02}" * (minute > 0)
-    return draw.choice((f"{hour:02}:{minute:02}", f"{short} {'am' if hour < 12 else 'pm'}", f"{spoken} {of_day}"))
+    half = "am" if hour < 12 else "pm"
+    return draw.choice((f"{hour:02}:{minute:02}", f"{short} {half}", f"{spoken} {of_day}"))
 
 
 def record(draw: random.Random) -> tuple[str, str]:

@@ -125,7 +125,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser, violations, tmp_path):
     share = {"a": "the run", "b": "the other arm", "step": 6, "n": 120, "better": "a", "p": 1e-5, "stderr": 0.041}
     data = {"title": "first and its other arm", "first": 3, "parted": 3, "fields": ["loss", "tensors"], "fork": 2, "settings": {},
-            "left_out": "2 of 107 examples (2.26% of the tokens)", "selectors": ["find " + HOSTILE], "examples": [HOSTILE],
+            "left_out": "2 of 107 examples (2.3 % of the tokens)", "selectors": ["find " + HOSTILE], "examples": [HOSTILE],
             "curves": [[[[0, 6.0], [6, 4.25]], [[0, 6.0], [6, 4.5]]]] * 2, "influence": {
                 "prompt": "The cow", "answer": HOSTILE, "loss": 3.25, "screened": 107, "correlation": 0.5,
                 "rows": [{"text": HOSTILE, "estimate": 0.12, "truth": -0.05}]},
@@ -138,17 +138,19 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
     page.goto(without.write_page(tmp_path / "page.html", data).as_uri())
     text = page.inner_text("main")
     for words in ("2 of 107 examples", "continues the checkpoint of step 2", "The first step that differs is 3, by loss, tensors",
-                  "100.0 %\t28.3 %\t−71.7 ± 4.1 points\t< 0.0001\t120", "25.0, 35.0 %\t± 0.0\t−70.0 ± 5.0\t0.045",
-                  "rank correlation of estimate and truth is 0.5 over 1", "+0.12\t−0.05", HOSTILE):
+                  "100.0 %\t28.3 %\t−71.7 ± 4.1 points\t< 0.0001\t120", "25.0 %, 35.0 %\t0.0 %\t−70.0 ± 5.0 points\t0.045",
+                  "rank correlation of estimate and truth is 0.5 over 1", "+0.120\t−0.050", HOSTILE):
         assert words in text, f"{words!r} is not in {text}"
-    assert page.locator("polyline").count() == 4 and page.locator("img").count() == 0
+    assert text.split("\n\n")[1] == ("Without 2 of 107 examples (2.3 % of the tokens), the noah accuracy at step 6, as a mean over 2 seeds, "
+                                     "is 70.0 ± 5.0 points lower: 30.0 % instead of 100.0 %."), "it begins with the result"
+    assert page.evaluate("groups.get('steps').charts.map((chart) => chart.lines.length)") == [4] and page.locator("img").count() == 0
     assert errors == [] and violations(page) == []
     page.close()
 
 
 def test_mistakes_have_one_clear_error(trained, tmp_path):
     unread = tmp_path / "unread"
-    with pytest.raises(SettingsError, match="its steps read none of what is named, 0 of 107 examples"):
+    with pytest.raises(SettingsError, match="no step read the named examples: 0 of 107 examples"):
         Experiment(trained.folder, unread, [Selector("find", "whale")]).run()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

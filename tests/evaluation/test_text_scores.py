@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from factories import checkpoint_without_weights, without_clocks, write_jsonl
+from factories import checkpoint_without_weights, joined_ranks, without_clocks, write_jsonl
 
 from data_pipeline.templates import load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -18,7 +18,7 @@ from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
 from extensions.report.paired import read_item_scores, unpacked_bits
-from parallel.ranks import RunContext, StopSignals, joined_ranks
+from parallel.ranks import RunContext, StopSignals
 from plan.layers import read_flags
 from plan.make import make_plan
 from tokenizer import load_tokenizer
@@ -139,7 +139,7 @@ def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(st
     openings = {tokenizer.decode(chat_format.encode_prompt(record["messages"][:1])) for record in records}
     model, _ = load_model(stages.base, torch.device("cpu"), torch.float32)
     samples = evaluate.samples(model, tokenizer, config, 1, open_rows(config, "validation", tokenizer, "never"))
-    assert len(samples) == 2 and {prompt for prompt, _ in samples} <= openings
+    assert len(samples) == 3 and {prompt for prompt, _ in samples} <= openings
 
 
 def plant() -> None:

@@ -322,7 +322,7 @@ def test_bf16_weights_start_another_run_in_float32_and_back(prepared, tmp_path):
 def test_a_step_that_is_not_finite_is_not_saved_after_updates_in_the_backward_pass(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path, **BF16 | BACKWARD)
     text = run.ends([4], spoil_a_gradient)
-    assert "its gradients have changed the weights, which are not saved" in text and "nothing was updated" not in text
+    assert "Its gradients have changed the weights, which are not saved." in text
     assert run.steps_saved() == [2]
 
 

@@ -80,7 +80,7 @@ def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
     poison(monkeypatch, 15)
     assert run.train() == 0
     printed = capsys.readouterr()
-    assert "its update is skipped" in printed.err and not run.lines("ledger")[14]["updated"]
+    assert "Its update is skipped" in printed.err and not run.lines("ledger")[14]["updated"]
     rates = run.column("learning_rate")
     assert rates[20] > 1.1 * (planned := learning_rate(19, make_plan(run.argv(LOSS_SPIKE_POLICY="skip"), {}).config))
     assert "Skipped: 1 of 20 steps changed no weights" in printed.out

@@ -4,10 +4,10 @@ import errno
 
 import pytest
 import torch.distributed as dist
-from factories import is_rank, run_ranks
+from factories import is_rank, joined_ranks, run_ranks
 
 from common.errors import CheckpointError, DataError, SettingsError
-from parallel.ranks import joined_ranks, meet, stop_ranks
+from parallel.ranks import meet, stop_ranks
 
 WORLD = 3
 

@@ -21,21 +21,21 @@ def curves(**values: list[float]) -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize("losses, state, kinds, verdicts", [
-    ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.59 → 0.77 (unpaired).")]),
-    ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.59 → 0.77 (unpaired).")]),
-    ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
-    ([7.59, 7.56], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.56 (unpaired).")]),  # two errors are 0.04
-    ([7.59, 7.54], "finished", (), [(True, "Learned: validation loss 7.59 → 7.54 (unpaired).")]),
-    ([7.59, 9.0], "running", (), [(False, "Getting worse: validation loss 7.59 → 9.00 (unpaired).")]),
-    ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.59 → 9.00 (unpaired).")]),
-    ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
-    ([7.59, 7.15, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.59 → not finite.")]),
-    ([7.59, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.59 → not finite.")]),
-    ([7.59, 7.15], "failed", ("step not finite",), [(False, "Diverged: validation loss 7.59 → 7.15 (unpaired), then a step was not finite.")]),
-    ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.00 → 7.15 (unpaired).")]),
-    ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.59 → 0.90 (unpaired)."),
-                                        (False, "The validation loss has risen since step 10, where it was 0.70.")]),
-    ([7.59, 0.8, 0.85], "finished", (), [(True, "Learned: validation loss 7.59 → 0.85 (unpaired).")]), ([7.59], "running", (), [])])
+    ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.590 → 0.770 (unpaired).")]),
+    ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.590 → 0.770 (unpaired).")]),
+    ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.590 → 7.580 (unpaired).")]),
+    ([7.59, 7.56], "finished", (), [(False, "Did not learn: validation loss 7.590 → 7.560 (unpaired).")]),  # two errors are 0.04
+    ([7.59, 7.54], "finished", (), [(True, "Learned: validation loss 7.590 → 7.540 (unpaired).")]),
+    ([7.59, 9.0], "running", (), [(False, "Getting worse: validation loss 7.590 → 9.000 (unpaired).")]),
+    ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.590 → 9.000 (unpaired).")]),
+    ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.590 → 7.580 (unpaired).")]),
+    ([7.59, 7.15, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.590 → not finite.")]),
+    ([7.59, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.590 → not finite.")]),
+    ([7.59, 7.15], "failed", ("step not finite",), [(False, "Diverged: validation loss 7.590 → 7.150 (unpaired), until a step was NaN or infinite.")]),
+    ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.000 → 7.150 (unpaired).")]),
+    ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.590 → 0.900 (unpaired)."),
+                                        (False, "The validation loss has risen since step 10, where it was 0.700.")]),
+    ([7.59, 0.8, 0.85], "finished", (), [(True, "Learned: validation loss 7.590 → 0.850 (unpaired).")]), ([7.59], "running", (), [])])
 def test_a_run_has_learned_if_its_loss_fell_by_more_than_its_error(losses, state, kinds, verdicts):
     values = curves(val_loss=losses, val_loss_stderr=[0.02] * len(losses))
     assert [*learning(values, state, kinds, "HellaSwag")] == verdicts
@@ -59,7 +59,7 @@ def test_the_same_rows_are_compared_in_pairs():
     """Issue 50: an error of 0.25 of each loss hides a fall of 0.13 on the same chats, t = -15."""
     values, followed = measured(2.36, 2.23, noise=0.13 / 15 * 24**0.5)
     (is_good, text), = learning(values, "finished", (), "", LOSS, followed)
-    assert is_good and text == "Learned: validation loss 2.36 → 2.23 (-0.1300 ± 0.0087, paired over 24 chats)."
+    assert is_good and text == "Learned: validation loss 2.360 → 2.230 (-0.1300 ± 0.0087, paired over 24 chats)."
     assert not next(learning(values, "finished", (), ""))[0], "unpaired, it did not"
     stats = pytest.importorskip("scipy.stats")
     first, last = (each.scores["loss"] for each in (followed["val_loss"].first, followed["val_loss"].last))
@@ -67,8 +67,8 @@ def test_the_same_rows_are_compared_in_pairs():
     assert (test.difference / test.stderr, test.p) == pytest.approx((expected.statistic, expected.pvalue)) and expected.statistic == pytest.approx(-15)
 
 
-@pytest.mark.parametrize("losses, word", [((7.6, 5.088, 5.325), "Overfit: validation loss 7.60 → 5.09 at step 10 → 5.33 (+0.237 ± 0.0"),
-                                          ((5.088, 5.325), "Got worse: validation loss 5.09 → 5.33 (+0.237 ± 0.062")])
+@pytest.mark.parametrize("losses, word", [((7.6, 5.088, 5.325), "Overfit: validation loss 7.600 → 5.088 at step 10 → 5.325 (+0.237 ± 0.0"),
+                                          ((5.088, 5.325), "Got worse: validation loss 5.088 → 5.325 (+0.237 ± 0.062")])
 def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     """Issue 50: t = 3.8 on the same chats; the unpaired error of 0.25 sees nothing."""
     values, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
@@ -105,18 +105,18 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
         assert (good_now, text.split(":")[0]) == (good, word) and text.endswith(proof)
     values, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
     values |= curves(train_loss=[0.0, 0.02, 0.05])
-    assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")
-    assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.10 → 0.90")
+    assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.100 → 0.300 (+0.200 ±")
+    assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.100 → 0.900")
 
 
 def test_without_validation_the_training_loss_decides_by_its_recent_median():
     noise = np.random.default_rng(0).normal(size=100)
     (is_good, text), = learning(curves(train_loss=[5.0, *(2 + 0.1 * noise)]), "finished", (), "")
-    assert is_good and text.startswith("Learned: training loss 5.00 → ")
+    assert is_good and text.startswith("Learned: training loss 5.000 → ")
     (is_good, text), = learning(curves(train_loss=[2.1, *(2 + 0.1 * noise)]), "finished", (), "")
     assert not is_good and text.startswith("Did not learn")
     (is_good, text), = learning(curves(train_loss=[7.5, 7.1, 6.3, 5.5, 4.8, 4.4, 3.9, 3.5, 3.1]), "running", (), "")
-    assert is_good and text == "Learning: training loss 7.50 → 3.90 (recent median).", "a steep fall is not noise"
+    assert is_good and text == "Learning: training loss 7.500 → 3.900 (recent median).", "a steep fall is not noise"
 
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():

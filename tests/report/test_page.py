@@ -7,7 +7,9 @@ import json
 import re
 
 import pytest
+from factories import SMALL_TARGETS
 
+from extensions.report.numbers import number_text
 from extensions.report.page import ASSETS, render
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028{data}<!--"
@@ -168,8 +170,8 @@ def test_the_page_shows_all_of_its_data(show):
     page = show(report(run(), run("second")))
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     text = page.inner_text("body")
-    for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "Learned a lot.", "as of 2023-11-", "device", "8 x a GPU", "first is better by one", "2.50 ± 0.10", "SEED",
-                  "± 2.0", "chance 25 %", "45.0 % ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
+    for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "Learned a lot.", "as of 2023-11-", "device", "8 x a GPU", "first is better by one", "2.500 ± 0.100", "SEED",
+                  "± 2.0", "chance 25 %", "45.0 ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GiB"):
         assert words in text, words
     for run_of_page in (0, 1):
@@ -200,8 +202,10 @@ def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
     page = show(report(run("a" * 80)), width, scheme=scheme)
     tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".health", ".tiles", "#chart-loss .plot")]
     assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the first chart is on a phone's first screen"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
     page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(SMALL_TARGETS) == []
     assert page.locator("section:visible h2").all_inner_texts() == [
         "Overview", "Comparison", "Charts", "Samples", "Time and interruptions", "Alarms", "Data", "Settings"]
     background = "getComputedStyle(document.body).backgroundColor"
@@ -211,6 +215,45 @@ def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
         page.locator("#display").click()
     page.locator("#theme").select_option("light")
     assert page.evaluate(background) == "rgb(244, 245, 247)"
+
+
+def test_answers_stand_beside_those_of_the_base(show):
+    trained, several = run(), run("second")
+    for each in (trained, several):
+        each["samples"] = [{"step": step, "prompt": prompt, "text": f"{each['name']} {prompt} at {step}"} for step in (0, 500, 1000) for prompt in "abc"]
+        for sample in each["samples"][:3]:
+            sample["text"] = f"the base on {sample['prompt']}"
+    page = show(report(trained))
+    assert page.locator("#samples .box").all_inner_texts() == [
+        f"{prompt}\nbefore training\nthe base on {prompt}\nstep 1,000\nfirst {prompt} at 1000" for prompt in "abc"]
+    page = show(report(trained, several))
+    assert page.locator("#samples .box").first.locator("small").all_inner_texts() == ["before training", "A first, step 1,000", "B second, step 1,000"]
+
+
+def test_goodput_is_left_out_of_a_short_run(show):
+    for seconds, is_shown in ((599, False), (600, True)):
+        short = run()
+        short["goodput"] |= {"seconds": seconds}
+        page = show(report(short))
+        assert ("Goodput" in page.inner_text(".tiles")) == ("(goodput)" in page.inner_text("#time")) == is_shown
+        assert "killed by a test" in page.inner_text("#time"), "interruptions are listed anyway"
+
+
+def test_a_running_run_shows_how_far_it_is(show):
+    page = show(report(run()), live=True)
+    assert page.evaluate("groups.get('steps').extent") == [10, 2000], "up to the last step"
+    assert page.evaluate("[document.querySelector('progress').value, document.querySelector('progress').max]") == [1000, 2000]
+    page.evaluate("data => fake.emit('data', data)", report(run() | {"state": "finished", "step": 2000}))
+    assert page.evaluate("groups.get('steps').extent[1]") == 1000 and page.locator("progress").count() == 0
+
+
+def test_the_page_and_the_terminal_write_numbers_alike(show):
+    page = show(report(run()))
+    numbers = [(value, error, share) for value in (0, 0.00004, 0.000999, 0.001, 0.61691, 1.23456, -9.877, 99.9994, 123.456, 12345.6, 2.5e13)
+               for error in (0, 0.0004, 0.0123, 2.6) for share in (False, True)]
+    shown = page.evaluate("all => all.map(([value, error, percent]) => measured(value, error, {percent}).join(''))", numbers)
+    assert shown == [number_text(*each) for each in numbers]
+    assert page.evaluate("measured(null, 0)[0]") == number_text(None) == "not finite"
 
 
 def test_a_printed_page_has_drawings_instead_of_controls(show):
@@ -225,17 +268,24 @@ def test_a_printed_page_has_drawings_instead_of_controls(show):
 
 
 def test_a_failed_run_begins_with_its_failure(show):
-    failed = run() | {"state": "failed", "failure": {"where": "in step 1,001", "reason": "step 1001 was not finite", "saved": "step-00001000",
+    message = "the loss became NaN in step 1,001. Step 1,000 is saved. Try a lower LEARNING_RATE (now 1e9). Details: a folder has a report"
+    failed = run() | {"state": "failed", "failure": {"where": "in step 1,001", "reason": message, "saved": "step-00001000",
                                                      "command": "./paddock replay runs/first --step 1001"}}
+    failed["alarms"].append({"step": 1001, "kind": "step not finite", "text": "the loss was NaN or infinite"})
     page = show(report(failed), 390)
     text = page.inner_text("main")
     assert [each for each in text.split("\n") if each][:6] == [
-        "Overview", "✕ Failed in step 1,001 of 2,000", "Step 1001 was not finite. Saved: step-00001000.",
-        "Examine the step with ./paddock replay runs/first --step 1001 Copy", "step 700, loss spike: a loss of 9", "✓ Learned a lot."], "before all figures"
+        "Overview", "✕ Failed in step 1,001 of 2,000", "The loss became NaN in step 1,001. Step 1,000 is saved. Try a lower LEARNING_RATE (now 1e9).",
+        "Examine the step with ./paddock replay runs/first --step 1001 Copy", "Details", "✓ Learned a lot."], "before all figures"
+    page.locator(".failure summary").click()
+    details = page.inner_text(".failure details")
+    assert "a folder has a report" in details and "a loss of 9" in details and "Newest checkpoint: step-00001000" in details and "was NaN" not in details
+    marks = page.evaluate("charts.get('loss').visibleMarks().map(({sign, label, x}) => [sign, label, x])")
+    assert ["▼", "step 1,001: NaN or infinite", 1001] in marks, "a labelled line"
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.locator(".failure button").click()
     assert page.evaluate("copied") == "./paddock replay runs/first --step 1001"
-    assert page.locator("#alarms").is_hidden(), "they stand below the banner"
+    assert page.locator("#alarms").is_hidden(), "they stand in the banner"
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 

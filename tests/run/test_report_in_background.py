@@ -49,8 +49,8 @@ def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its
     starts, there, start, info = [], [], Report.start, RunLog.info
 
     def record(self, text: str, shown=None) -> None:
-        if text.startswith("Look at the run: "):
-            page = Path(text.removeprefix("Look at the run: ").removesuffix(", in a browser"))
+        if text.endswith("  (wrote report.html)"):
+            page = self.run_dir / "report.html"
             there.append(page.is_file() and "6 of 6 steps" in page.read_text())
         info(self, text, shown)
 

@@ -43,7 +43,7 @@ def screen(monkeypatch):
 
 def test_a_step_has_the_columns_that_the_documents_show(screen):
     line = step_columns(100, 120, USUAL, 37, WIDTH)
-    assert line == "  100/120   83%  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:37 left"
+    assert line == "  100/120   83%  loss 0.850   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:37 left"
 
 
 # The status line
@@ -117,16 +117,19 @@ def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_wor
     assert code == 0 and "\x1b" not in plain and "[CPU0]" not in plain
     log = (tmp_path / "runs" / "run" / "log" / "rank-0.txt").read_text()
     steps = re.findall(r"^\[CPU0\] Step \[(\d)/4\] \| Loss: (\S+) \| LR: (\S)\.(\d)", log, re.M)
+    steps = [(step, f"{float(loss):.3f}", *rate) for step, loss, *rate in steps]
     assert len(steps) == 4 and steps == re.findall(r"^  (\d)/4 +\d+%  loss (\S+) +lr (\S)\.(\d)e.* left$", plain, re.M)
-    assert "[4/4] | Loss" in log and "Finished 4 steps" in log and "report.html, in a browser" in log
-    validations = re.findall(r"Validation \[\d/4\] \| Loss: (\S+) \+- (\S+) \| Perplexity: (\S+)", log)
+    assert "[4/4] | Loss" in log and "Finished 4 steps" in log
+    validations = re.findall(r"Validation \[\d/4\] \| Loss: (\S+) ± (\S+) \| Perplexity: (\S+)", log)
     assert len(validations) == 3 and validations == re.findall(r"  val  loss (\S+) ± (\S+)  ppl (\S+)  ", plain)
 
-    # The end is four lines: the results, and commands.
+    assert plain.count("best, saving") == log.count("best so far") > 0 and "Saved" not in plain, "the validation's line says so"
+
+    # The end is four lines, there and in the log: the results, and commands.
     *_, result, report, use, resume = plain.strip().split("\n")
+    assert log.strip().split("\n")[-4:] == [f"[CPU0] {line}" for line in (result, report, use, resume)]
     unquoted = [line.replace("'", "") for line in (report, use, resume)]  # quoted if the folder's path has a space
-    (loss,), (share,) = (re.findall(pattern, log) for pattern in (r"Validation loss from (\S+ to \d\.\d{4})", r"HellaSwag: from (.* %) \("))
-    assert result.startswith(f"result   loss {loss}, HellaSwag {share} ±")
+    assert re.match(rf"result   loss {validations[0][0]} to {validations[-1][0]} ± {validations[-1][1]}, HellaSwag [\d.]+ % to [\d.]+ ± [\d.]+ %, in 0:", result)
     assert unquoted[0].startswith("report   ") and unquoted[0].endswith("scripts/report.py runs/run  (wrote report.html)")
     assert unquoted[1].startswith("use it   ") and unquoted[1].endswith("scripts/generate.py runs/run")
     assert unquoted[2].endswith("scripts/run.py --run-name run --max-steps 8"), "the other settings are recorded"

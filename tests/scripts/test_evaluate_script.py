@@ -45,11 +45,12 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     assert found == {"model": str(whole.checkpoint(6)), "step": 6, "metrics": logged(whole, 6)}
     heading, *table = capsys.readouterr().out.splitlines()
     assert heading == f"{whole.checkpoint(6)} (step 6), float32 on cpu, 32 tokens at a time"
-    assert table[0].split() == ["metric", "value", "+-", "chance", "n"]
+    assert table[0].split() == ["metric", "value", "chance", "n"]
     metrics, documents = found["metrics"], len(next(read_item_scores(whole.folder / "evaluations.jsonl")).scores["loss"])
-    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.4f}", f"{metrics['val_loss_stderr']:.4f}", str(documents)]
-    assert table[4].split() == ["HellaSwag", "acc", f"{metrics['hellaswag_acc']:.4f}", f"{metrics['hellaswag_stderr']:.4f}",
-                                "0.2500", "10"]
+    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.3f}", "±", f"{metrics['val_loss_stderr']:.3f}", str(documents)]
+    share, error = (f"{100 * metrics[f'hellaswag_{name}']:.1f}" for name in ("acc", "stderr"))
+    assert table[4].split() == ["HellaSwag", "accuracy", share, "±", error, "%", "25.0", "%", "10"]
+    assert table[5].split()[1:4] == ["accuracy", "(per", "length)"] and table[-1] == "± is one standard error, over the n items."
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
 
 
@@ -75,9 +76,9 @@ def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, ca
     assert found["tests"]["validation loss"] == pytest.approx(expected._asdict())
     assert (found["before"]["step"], found["step"], found["metrics"]) == (2, 6, logged(whole, 6))
     assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"}
-    assert lines[1].split() == ["metric", "before", "after", "difference", "+-", "p", "n"]
+    assert lines[1].split() == ["metric", "before", "after", "difference", "p", "n"]
     loss = lines[2].split()
-    assert loss[:4] == ["validation", "loss", f"{expected.a:.4f}", f"{expected.b:.4f}"] and loss[-1] == f"{expected.n:,}"
+    assert loss[:4] == ["validation", "loss", f"{expected.a:.3f}", f"{expected.b:.3f}"] and loss[-1] == f"{expected.n:,}"
     assert [line.split(":")[0] for line in lines[-3:]] == ["prompt", "before", "after"] and len(found["answers"]) == 1
     for wrong in ((whole.folder,) * 3, (whole.folder, whole.folder, "--tasks", "x")):
         with pytest.raises(SystemExit):
@@ -212,7 +213,7 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
     found = evaluate(whole.checkpoint(6), *task, output=tmp_path / "found.json")["metrics"]
     assert found["own_items_acc"] == found["hellaswag_acc"] and found["own_items_acc_norm"] == found["hellaswag_acc_norm"]
     assert found["own_items_n"] == 10 and found["own_items_acc_stderr"] == pytest.approx(found["hellaswag_stderr"])
-    assert "\nown_items   acc " in capsys.readouterr().out
+    assert "\nown_items   accuracy  " in capsys.readouterr().out
     few = evaluate(whole.checkpoint(6), *task, "--limit", 3, "--hellaswag-every", 0, output=tmp_path / "few.json")["metrics"]
     from lm_eval.tasks import TaskManager
 

@@ -17,7 +17,7 @@ from common.text import PROGRAM, command
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
            and path.name not in ("verify_checkpoint.py", "benchmark_serving.py")]  # which need the standard library alone
-RECOMMENDED = re.compile(r"^\[CPU0\] (Generate text|Chat with it|Evaluate it|Merge into base|Other data): +(.+)$", re.M)
+RECOMMENDED = re.compile(r"^\[CPU0\] (report|use it|resume) +(.+)$", re.M)
 
 
 def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -36,7 +36,7 @@ def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
     assert run.train() == 0
     lines = dict(RECOMMENDED.findall(capsys.readouterr().out))
     assert lines.keys() == expected
-    for line in (line for name, line in lines.items() if (name == "Generate text") == (cwd != ROOT)):  # each takes seconds
+    for line in (line for name, line in lines.items() if (name == "use it") == (cwd != ROOT)):  # each takes seconds
         done = run_bare(line, cwd)
         assert done.returncode == 0 and "rror" not in done.stderr, (line, done.stderr)
 
@@ -45,7 +45,7 @@ def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
 def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path if elsewhere else ROOT)
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
-    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Other data"})
+    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"report", "use it", "resume"})
 
 
 @pytest.mark.parametrize("script, program", [("scripts/generate.py", f"{PROGRAM} generate"), ("scripts/dev/soak.py", "python scripts/dev/soak.py")])

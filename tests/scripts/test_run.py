@@ -17,7 +17,8 @@ from factories import argv_of, model_without_weights, write_jsonl
 from common.errors import PaddockError
 from config import MODEL_SETTINGS
 from data_pipeline.shards import read_manifest
-from data_preparation_utils import is_source, prepare_from_flags
+from data_preparation_utils import prepare_from_flags
+from extensions.preparation import is_source
 from plan.make import make_plan
 
 ALONE = ["scripts/launch.py", "--nproc-per-node", "1", "--max-restarts", "3"]  # one rank, which is started again

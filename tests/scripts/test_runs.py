@@ -50,7 +50,7 @@ def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
     by_name = {line.split()[0]: line.split() for line in lines}
     assert by_name.keys() == {"first", "failed"}
     last = [json.loads(line) for line in (runs / "first" / "metrics.jsonl").read_text().splitlines()][-1]
-    assert by_name["first"][1:5] == ["pretrain", "4/4", "finished", f"{last['val_loss']:.4f}"]
+    assert by_name["first"][1:5] == ["pretrain", "4/4", "finished", f"{last['val_loss']:.3f}"]
     assert by_name["failed"][1:4] == ["pretrain", "0/4", "failed"]
     shutil.rmtree(runs)
     assert "No runs" in listed(runs, capsys, monkeypatch)[0]

@@ -28,7 +28,7 @@ def test_a_run_is_verified_with_all_of_its_checkpoints_and_its_ledger(whole, tmp
     run = whole.copy(tmp_path / "runs")
     text = verify(run.folder)
     assert text.count("is intact.") == 3 == text.count("ledger.jsonl of the run, which matches the model card")
-    assert f"step 6, validation loss {run.metrics()[-1]['val_loss']:.4f}" in text
+    assert f"step 6, validation loss {run.metrics()[-1]['val_loss']:.3f}" in text
     ledger = run.folder / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join([*lines[:4], lines[4].replace("true", "false"), *lines[5:]]))

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from factories import wait_until
+from factories import SMALL_TARGETS, wait_until
 from stub_server import StubServer, model
 
 from data_pipeline.chats import chats_of, pair_of
@@ -354,6 +354,7 @@ def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
             box = page.locator(each).bounding_box()
             assert 0 <= box["x"] and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 800
         assert page.evaluate(f"{overflowing}.map(e => e.className || e.id)") == []
+        assert page.evaluate(SMALL_TARGETS) == []
         page.toggle("panel")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100") == (scheme == "dark")
 
@@ -377,15 +378,16 @@ def test_texts_are_text(chat, stub):
 def test_a_model_without_a_template_is_continued(chat, stub):
     stub.models = [model("base", chat=False)]
     page = chat()
-    page.sees("base cannot chat: it continues your text, without a system prompt. ", where="#mode")
-    page.set("system", "Be kind.")
+    page.sees("base was not trained on chats: it continues your text. ", where="#mode")
+    assert page.title() == "base · Continue" and page.inner_text("#send") == page.inner_text("h1") == "Continue"
     page.set("stop", "\\n\\n\nEnd")
+    assert page.locator("[name=system]").is_hidden(), "a text has no system prompt"
     page.asks("Once", "and then")
     assert stub.requests[1]["path"] == "/v1/completions" and "messages" not in stub.requests[1]
     assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
     page.set("stop", "")
     page.do("answer")
-    page.reads("^The model ended the text; the next message starts a new one · 3 tokens")
+    page.reads("^The model ended the text; what you write next starts a new one · 3 tokens")
     page.say("Anew")
     page.sees(*["Hello, world"] * 3)
     assert stub.requests[3]["prompt"] == "Anew"

@@ -35,22 +35,27 @@ function format(value, how = {}, digits = 4) {
   return value.toLocaleString("en", how.places === undefined ? usual : fixed);
 }
 
-/** The decimals of a column of values that give the last one four digits. */
-const placesOf = (values) =>
-  Math.max(0, Math.min(6, 3 - Math.floor(Math.log10(Math.abs(last(values)) || 1))));
+/** The decimals of a column: three for a last value from 0.1 to 10, fewer above, three digits below. */
+const placesOf = (values) => {
+  const power = Math.floor(Math.log10(Math.abs(last(values)) || 1));
+  return power < -1 ? Math.min(6, 2 - power) : Math.max(0, 3 - Math.max(0, power));
+};
 
 const whole = (value) => format(value && Math.round(value));
 
-/** A value and its error as [text, " ± text"], rounded to two digits of the error; null: NaN or infinity. */
+/** A result and its standard error as [text, " ± text"], by the rules of `number_text` in
+    extensions/report/numbers.py. null: NaN or infinity. */
 function measured(value, error, how = {}) {
   if (typeof value !== "number") return [value === null ? "not finite" : "–", ""];
   const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);
-  const usual = how.percent ? 1 : size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 4;
-  const precise = Math.min(6, Math.max(0, 1 - Math.floor(Math.log10(error * scale))));
-  const places = error && !how.percent ? precise : usual;
+  const isPlain = how.percent || error || size === 0 || (size >= 1e-3 && size < 1e12);
+  if (!isPlain) return [value.toExponential(1).replace("+", ""), ""];
+  const usual = how.places ?? (how.percent ? 1 : size < 100 ? 3 : size < 1000 ? 1 : 0);
+  const smallest = (error && error * scale) || size;  // its first digit is shown
+  const places = smallest ? Math.max(usual, -Math.floor(Math.log10(smallest))) : usual;
   const say = (each) => (each * scale).toLocaleString("en", {minimumFractionDigits: places,
     maximumFractionDigits: places});
-  return [say(value) + unit, error ? ` ± ${say(error)}` : ""];
+  return error ? [say(value), ` ± ${say(error)}${unit}`] : [say(value) + unit, ""];
 }
 
 /** Seconds as text: 0.25 s, 3 min 20 s, 2 h 05 min, 3 d 04 h. */
@@ -185,7 +190,7 @@ function stroke(ctx, color, dash, ...points) {
   ctx.stroke();
 }
 
-/** One figure of lines: {key, label, steps, x, y, low, high, error, color, dash, shape, sparse, span,
+/** One figure of lines: {key, label, steps, x, y, low, high, error, color, alpha, dash, shape, sparse, span,
     reference, letter, how}; low and high are the range of the values that a point averages, shape is that
     of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
@@ -308,7 +313,7 @@ class Chart {
 
   /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
   columns() {
-    const found = [], [start, end] = this.group.extent;
+    const found = [];
     for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
       const {x, y, low, high, error, span} = line;
       const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
@@ -318,7 +323,7 @@ class Chart {
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
       if (isSmooth && !low) push("raw", y);
       const means = low && !line.group ? [...y.slice(0, -1), null] : y;  // the last is one value
-      push("main", isSmooth ? smooth(x, means, span * (end - start)) : means);
+      push("main", isSmooth ? smooth(x, means, span * (last(x) - x[0])) : means);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
   }
@@ -384,7 +389,7 @@ class Chart {
   }
 
   series({line, role}) {
-    const color = () => ink(line.color), none = {show: false};
+    const color = () => ink(line.color, line.alpha), none = {show: false};
     const paths = line.x.length > 1 ? null : uPlot.paths.bars({size: [1, 40]});  // an area has no width yet
     if (this.chart.stacked) return {stroke: () => ink(CARD), width: 1, fill: color, points: none, paths};
     if (role === "raw") return {stroke: () => ink(line.color, .3), width: 1, points: none};
@@ -440,7 +445,7 @@ class Chart {
     ctx.restore();
   }
 
-  /** Chance, error bars where points are few, and the letter of its run at the end of each line. */
+  /** Chance, marks at the upper edge, error bars where points are few, and the letter of each line's run. */
   drawAbove() {
     const {plot} = this, {ctx, bbox} = plot, {min, max} = plot.scales.x;
     const unit = uPlot.pxRatio, right = bbox.left + bbox.width;
@@ -453,12 +458,14 @@ class Chart {
       ctx.fillText(`chance ${format(reference, this.chart)}`, right - 4 * unit, top(reference) - 5 * unit);
     }
     for (const mark of this.visibleMarks()) {
-      const at = left(mark.x), size = 4 * unit, middle = bbox.top + size;
+      const at = left(mark.x), size = 4 * unit, up = mark.sign === "▲" ? size : -size;
+      const middle = bbox.top + size, isLate = at > (bbox.left + right) / 2;
       ctx.fillStyle = ink(mark.color);
       ctx.beginPath();
-      if (mark.sign === "●") ctx.arc(at, middle, size, 0, 7);
-      else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, middle + y * size));
+      [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, middle + y * up));
       ctx.fill();
+      ctx.textAlign = isLate ? "right" : "left";
+      if (mark.label) ctx.fillText(mark.label, at + (isLate ? -8 : 8) * unit, bbox.top + 10 * unit);
     }
     if (this.above !== null) {
       Object.assign(ctx, {fillStyle: ink(MUTED), textAlign: "left"});
@@ -506,13 +513,12 @@ class Chart {
       const slot = this.slots.findIndex((each) => each.line === line && each.role === "main");
       const isAt = isActive && slot >= 0;
       const i = isAt ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex(isKnown);
-      const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
       const [low, high] = isRange(line, i) ? [line.low[i], line.high[i]] : [];
       const range = low === undefined ? "" : ` (${format(low, line.how)} to ${format(high, line.how)})`;
       const isElsewhere = isAt ? line.sparse && i >= 0 && line.x[i] !== plot.data[0][idx]
         : i >= 0 && i < line.y.length - 1;
       const where = isElsewhere ? ` (step ${whole(line.steps[i])})` : "";
-      const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range + where;
+      const value = slot < 0 ? "" : measured(line.y[i], line.error?.[i], line.how).join("") + range + where;
       this.legend.children[row].querySelector("b").textContent = value;
       return `${line.label} ${value}`;
     });
@@ -593,5 +599,5 @@ function zoom(group, range) {
   // Setting the scale only triggers its range function, which returns the zoom.
   for (const {plot} of group.charts) if (plot) plot.batch(() => plot.setScale("x", {min: from, max: to}));
   for (const notify of group.zoomed) notify();
-  byId("reset").disabled = [...groups.values()].every((each) => !each.zoom);
+  byId("reset")?.toggleAttribute("disabled", [...groups.values()].every((each) => !each.zoom));
 }

@@ -6,6 +6,8 @@ const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ 
   unknown: "? unknown"};
 const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3], "dashed"]]
   .map(([dash, shape]) => ({dash, shape}));
+const LAST_ALARM = "step not finite";  // it ends a run
+const DETAILS = " Details: ";  // what follows it in a message is for the curious
 const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // curves that convert steps
 
 const view = {axis: "step", smoothing: 25, hidden: new Set(), sample: null, isGrouped: true, sort: [0, 1]};
@@ -61,12 +63,14 @@ function levelOf(run, name) {
   return curve.fine && curve.fine.x[0] <= low ? curve.fine : curve;
 }
 
-/** First and last position of the visible runs, including marks slightly beyond the last step. */
+/** First and last position of the visible runs, including the steps to come of a running one, and marks
+    slightly beyond the last step. */
 function extent() {
   const ends = shown().filter(axisOf).flatMap((run) => {
     const curves = Object.values(run.curves).filter(({x}) => x.length);
     const end = most(curves.map(({x}) => x[x.length - 1]));
     const behind = run.alarms.map(({step}) => step).filter((step) => step > end && step <= 1.1 * end + 10);
+    if (run.state === "running" && view.axis === "step") behind.push(Math.max(end, run.max_steps));
     return [...curves.flatMap(({x}) => [x[0], x[x.length - 1]]), ...behind].map(axisOf(run));
   });
   const low = ends.length ? least(ends) : 0;
@@ -82,7 +86,8 @@ function marks() {
     const resumed = run.segments.slice(1).map((each) =>
       ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
     const alarming = run.alarms.map(({step, kind, text}) =>
-      ({sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
+      ({sign: "▼", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`,
+        label: kind === LAST_ALARM && `${who}step ${whole(step)}: NaN or infinite`}));
     return [...resumed, ...alarming].map((mark) => ({...mark, run}));
   });
 }
@@ -176,7 +181,7 @@ function drawCharts() {
     }
   }
   const signs = new Set(group.marks.map(({sign}) => sign));
-  fill(byId("key"), ["▲ resume.", "● alarm."].filter((words) => signs.has(words[0])).join(" "));
+  fill(byId("key"), ["▲ resume.", "▼ alarm."].filter((words) => signs.has(words[0])).join(" "));
   place.querySelector("figure:not([hidden])")?.after(byId("facts"));
   byId("charts").hidden = group.charts.every(({figure}) => figure.hidden);
 }
@@ -218,6 +223,9 @@ function resultTile(run, chart, series) {
   return tile(isMain ? headline.title : `Accuracy, ${series.label}`, newest, below, curve);
 }
 
+/** Whether a run is long enough for its goodput to say something. */
+const isLong = ({goodput: spent}) => spent?.seconds >= 600;
+
 /** Key figures: validation, evaluations, recent speed and goodput. */
 function tiles(run) {
   const speed = (name, label, how) =>
@@ -225,22 +233,24 @@ function tiles(run) {
   const found = [
     ...report.charts.flatMap((chart) => chart.series.map((series) => resultTile(run, chart, series))),
     speed("tokens_per_second", "Tokens per second"), speed("mfu", "MFU", {percent: true}),
-    run.goodput && tile("Goodput", measured(run.goodput.share, 0, {percent: true}),
+    isLong(run) && tile("Goodput", measured(run.goodput.share, 0, {percent: true}),
       `of ${duration(run.goodput.seconds)}`),
   ].filter(Boolean);
   return found.length > 0 && h("dl", {class: "tiles"}, found);
 }
 
-/** Why a run failed, the last checkpoint, and the command that examines the step. */
-function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
-  const [first, ...others] = reason.split(/(?<=\.) (?=\S)/), more = others.join(" ");
-  const what = (first[0].toUpperCase() + first.slice(1)).replace(/\.?$/, ".");
+/** Why a run failed, what helps, and in `details` the rest of the message and earlier alarms. */
+function failure(run) {
+  const {where, reason, saved, command} = run.failure, [why, more] = reason.split(DETAILS);
+  const sentences = (why[0].toUpperCase() + why.slice(1)).replace(/\.?$/, ".");
+  const earlier = alarmItems(run.alarms.filter(({kind}) => kind !== LAST_ALARM));
   return h("div", {class: "failure", role: "alert"},
-    h("h3", {}, `✕ Failed ${where}`, steps > 0 && ` of ${whole(steps)}`),
-    h("p", {}, `${what} Saved: ${saved}.`),
+    h("h3", {}, `✕ Failed ${where}`, run.max_steps > 0 && ` of ${whole(run.max_steps)}`),
+    h("p", {}, sentences),
     command && h("p", {class: "command"}, "Examine the step with ", h("code", {}, command), " ",
       h("button", {type: "button", "data-copy": command}, "Copy")),
-    more && h("details", {}, h("summary", {}, "Full message"), h("p", {}, more)));
+    h("details", {}, h("summary", {}, "Details"), h("p", {}, `Newest checkpoint: ${saved}.`),
+      more && h("p", {}, more), earlier.length > 0 && h("ul", {}, earlier)));
 }
 
 function health({health: sentences = [], sentence}) {
@@ -296,7 +306,7 @@ function runTable() {
   runs.map((run) => columns.map(([, cell]) => cell(run)[0])));
   element.querySelectorAll("thead th")[by]?.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
   return [box(element), report.runs.filter((run) => run.failure && shown().includes(run)).map((run) =>
-    [h("p", {}, h("b", {}, named(run))), failure(run), alarmList([run])])];
+    [h("p", {}, h("b", {}, named(run))), failure(run)])];
 }
 
 function overview() {
@@ -304,7 +314,7 @@ function overview() {
   const steps = (run) => [run.sentence, timeLeft(run)].filter(Boolean).join(", ");
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
     isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run)),
-    run.failure ? [failure(run), alarmList([run])] : isSeveral() && h("p", {}, steps(run)),
+    run.failure ? failure(run) : isSeveral() && h("p", {}, steps(run)),
     health(run), tiles(run))));
 }
 
@@ -325,7 +335,8 @@ function matrices(tests) {
     const test = tests.find((each) => each.name === measure && isOf(each));
     if (!test || row === column) return "";
     const scale = isShare(measure) ? 100 : 1, value = (row === test.b ? scale : -scale) * test.difference;
-    const size = measured(Math.abs(value), scale * test.stderr), sign = value < 0 ? "−" : "+";
+    const how = isShare(measure) ? {places: 1} : {};
+    const size = measured(Math.abs(value), scale * test.stderr, how), sign = value < 0 ? "−" : "+";
     const isBetter = test.better && test[test.better] === row, mark = isBetter ? " ✓" : "";
     return h("span", {class: isBetter && "best"}, sign, size, mark,
       stepsOf(measure).length > 1 && h("small", {}, ` at step ${whole(test.step)}`));
@@ -385,14 +396,19 @@ function samples() {
   const index = Math.min(view.sample ?? Infinity, steps.length - 1), step = steps[index];
   [slider.max, slider.value, byId("sampled").textContent] = [steps.length - 1, index, whole(step)];
   slider.setAttribute("aria-valuetext", `step ${whole(step)}`);
+  const answer = (text, who) => h("div", {}, h("small", {}, who), h("blockquote", {}, text));
   const ofRun = (prompt) => (run) => {
     const sample = run.samples.findLast((each) => each.prompt === prompt && each.step <= step);
-    return sample && h("div", {}, h("small", {}, isSeveral() && `${named(run)}, `,
-      `step ${whole(sample.step)}`), h("blockquote", {}, sample.text));
+    const who = isSeveral() ? `${named(run)}, ` : "";
+    return sample?.step > 0 && answer(sample.text, `${who}step ${whole(sample.step)}`);
   };
+  // Before the first step, the base has answered.
+  const bases = (prompt) => [...new Set(shown().flatMap((run) =>
+    run.samples.filter((each) => each.prompt === prompt && !each.step).map(({text}) => text)))];
   const prompts = [...new Set(all.map(({prompt}) => prompt))];
   return prompts.map((prompt) => box(h("h3", {class: "prompt"}, prompt || "(no prompt)"),
-    h("div", {class: "texts"}, shown().map(ofRun(prompt)))));
+    h("div", {class: "texts"}, bases(prompt).map((text) => answer(text, "before training")),
+      shown().map(ofRun(prompt)))));
 }
 
 const bar = (shares, label) => h("div", {class: "bar", role: "img", "aria-label": label},
@@ -424,12 +440,13 @@ function phaseBars() {
 }
 
 function time() {
-  const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
-    duration(each.downtime_seconds), whole(each.repeated_steps)];
+  const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from),
+    each.reason.split(DETAILS)[0], duration(each.downtime_seconds), whole(each.repeated_steps)];
   const start = (each, i) => [whole(each.step), whole(each.world_size), i ? changes(each) : "first start"];
-  const runs = shown().filter((run) => run.goodput || run.segments.length > 1);
+  const isNotable = (run) => isLong(run) || run.goodput?.interruptions.length || run.segments.length > 1;
+  const runs = shown().filter(isNotable);
   return [...phaseBars(), ...runs.map((run) => box(
-    headOf(run), run.goodput && goodput(run.goodput),
+    headOf(run), isLong(run) && goodput(run.goodput),
     run.goodput?.interruptions.length > 0 && table("Interruptions",
       ["when", "at step", "resumed from", "reason", "downtime", "repeated steps"],
       run.goodput.interruptions.map(interruption)),
@@ -437,9 +454,11 @@ function time() {
       && table("Starts", ["from step", "ranks", "changes"], run.segments.map(start))))];
 }
 
+const alarmItems = (alarms, ...of) => alarms.map(({step, kind, text: words}) =>
+  h("li", {}, h("b", {}, of, `step ${whole(step)}, ${kind}: `), words));
+
 function alarmList(runs) {
-  const items = runs.flatMap((run) => run.alarms.map(({step, kind, text: words}) => h("li", {},
-    h("b", {}, isSeveral() && `${named(run)}, `, `step ${whole(step)}, ${kind}: `), words)));
+  const items = runs.flatMap((run) => alarmItems(run.alarms, isSeveral() && `${named(run)}, `));
   const attributes = {class: "scroll", tabindex: 0, role: "group", "aria-label": "Alarms"};
   return items.length > 0 && box(h("div", attributes, h("ul", {}, items)));
 }
@@ -523,8 +542,10 @@ function receive(data) {
   if (!report) data.runs.slice(8).forEach(({name}) => view.hidden.add(name));  // show only the first 8
   report = data;
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
-  fill(byId("progress"), !isSeveral()
-    && [`step ${whole(run.step)}${all}`, timeLeft(run)].filter(Boolean).join(" · "));
+  const isRunning = run.state === "running" && run.max_steps > 0;
+  fill(byId("progress"), !isSeveral() && [
+    isRunning && h("progress", {max: run.max_steps, value: run.step, "aria-label": "Steps taken"}),
+    [`step ${whole(run.step)}${all}`, timeLeft(run)].filter(Boolean).join(" · ")]);
   fill(byId("written"), `as of ${date(data.generated)}`);
   refresh();
   say();

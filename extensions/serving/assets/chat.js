@@ -7,6 +7,11 @@ const SILENCE = 3000;  // milliseconds without a token until the page reports it
 const TOP = 5;  // alternatives shown for each token
 const MAX_TOKENS = 512;  // the default for an answer, unless half of the context is less
 const MEASURABLE = 10;  // least milliseconds between first and last token to report a speed
+// What the page calls itself, its button, its text, and says about them; a model without a template is no chat.
+const WORDS = {
+  chat: ["Chat", "Send", "Message", "Write a message", "Enter sends"],
+  text: ["Continue", "Continue", "Text", "Write the beginning of a text", "Enter continues it"],
+};
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const UNCLEAR = "The server sent an unexpected response.";
 const LOST = "The connection was lost before the answer was complete.";
@@ -237,7 +242,7 @@ function statusOf(reply) {
   if (state === "failed") return error;
   return [state === "stopped" ? "Stopped" : !text && "Empty answer",
     finish === "length" && "Cut off at the token limit",
-    isEnd && "The model ended the text; the next message starts a new one",
+    isEnd && "The model ended the text; what you write next starts a new one",
     from && `Without the first ${from > 1 ? `${from} messages` : "message"}: the context is full`,
     tokens !== undefined && many(tokens, "token"),
     speed && `${speed.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`,
@@ -312,7 +317,13 @@ function draw() {
   cancelAnimationFrame(redraw.frame);
   redraw.frame = null;
   const main = byId("main"), chosen = columns().map(modelOf);
-  document.title = [...chosen.map(({id}) => id), "Chat"].join(" · ");
+  const canChat = !chosen.length || chosen.some((model) => model.chat);
+  const [heading, verb, label, hint, keys] = canChat ? WORDS.chat : WORDS.text;
+  document.title = [...chosen.map(({id}) => id), heading].join(" · ");
+  fill(byId("heading"), heading);
+  fill(byId("text-label"), label);
+  fill(byId("keys"), `${keys}, Shift+Enter starts a new line, Escape stops.`);
+  byId("text").placeholder = hint;
   byId("models").hidden = byId("composer").hidden = !served.length;
   byId("second").hidden = served.length < 2;
   for (const column of [0, 1]) {
@@ -327,9 +338,11 @@ function draw() {
   fill(byId("empty"), !chat.turns.length && [chosen.map(greeting), prompts.length > 0
     && h("div", {class: "prompts"}, h("p", {}, "From its training data:"), prompts)]);
   byId("turns").classList.toggle("wide", chosen.length > 1);
+  byId("turns").classList.toggle("continued", !canChat);
   fill(byId("turns"), chat.turns.map(turnElement));
   fill(byId("mode"), [...new Set(chosen)].filter((model) => !model.chat).map(({id}) => h("span", {},
-    h("bdi", {}, id), " cannot chat: it continues your text, without a system prompt. ")));
+    h("bdi", {}, id), " was not trained on chats: it continues your text. ")));
+  byId("panel").elements.system.parentNode.hidden = !canChat;
   fill(byId("notice"), notice && [notice.words, " ", notice.label && button("notice", notice.label)]);
   document.querySelector("[data-do=raw]").setAttribute("aria-pressed", Boolean(chat.raw));
   for (const place of ["panel", "drawer"]) {
@@ -337,7 +350,7 @@ function draw() {
     document.querySelector(`[aria-controls=${place}]`).setAttribute("aria-expanded", chat[place]);
   }
   if (chat.drawer) drawKept();
-  fill(byId("send"), isRunning() ? "Stop" : "Send");
+  fill(byId("send"), isRunning() ? "Stop" : verb);
   for (const name of ["max_tokens", "context_length"]) {
     const limit = Math.min(...chosen.map((model) => model[name]));
     fill(byId(name), limit.toLocaleString("en"));

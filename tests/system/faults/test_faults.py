@@ -102,7 +102,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     run = tiny_run(SAVE_EVERY=0)
     text = run.ends([4, 4], partial(bad_gradient_in_step, 4, math.nan, rank=1))
     assert "NON-FINITE in step 4, from rank 1" in text and "layers.1.feed_forward.w2.weight" in text
-    assert text.count("error: step 4 was not finite on rank 1") == 1 and "Traceback" not in text
+    assert text.count("error: the gradient became NaN in step 4 on rank 1. Step 3 is saved.") == 1 and "Traceback" not in text
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3]
 
     reports = [json.loads((run.folder / "debug" / "step-00000004" / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
@@ -131,7 +131,7 @@ def test_a_fault_that_vanishes_when_recomputed_is_reported_as_transient(tiny_run
     run, world_size = tiny_run(SAVE_EVERY=0), 2
     text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
     assert "NON-FINITE in step 4, but finite when recomputed" in text and "layers.1.feed_forward.w2.weight" in text
-    assert text.count("error: step 4 was not finite, but is finite on every rank when recomputed: a transient fault") == 1
+    assert text.count("error: the gradient became NaN in step 4, but not when recomputed: a transient fault") == 1
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
     reports = [json.loads(dump.read_text()) for dump in dumps]
     assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)
@@ -168,8 +168,8 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     assert run.train(DEBUG="true") == 4
     captured = capsys.readouterr()
     assert "in output layers.1.ffn_norm (64 of 2048) and " in captured.out
-    assert "loss nan" in captured.out and "error: step 1 was not finite" in captured.err
-    assert run.steps_saved() == [] and "the weights were already non-finite and are not saved" in captured.err
+    assert "loss nan" in captured.out and "error: the loss became NaN in step 1. The weights were NaN or infinite before it, and are not saved." in captured.err
+    assert run.steps_saved() == []
 
     shown = [line.removeprefix("[CPU0] ") for line in captured.out.splitlines()]
     shown = shown[next(number for number, line in enumerate(shown) if line.startswith("NON-FINITE")):]

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 from commands import WORLD
-from factories import PATIENCE, UNMEASURED, do_in_step, is_rank, start
+from factories import PATIENCE, UNMEASURED, do_in_step, is_rank, joined_ranks, start
 from faults import act
 
 from checkpoint import tensors
@@ -147,7 +147,7 @@ def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_one_process_is_watched_while_it_is_a_rank(error):
     before = threading.active_count()
-    with nullcontext() if error is None else pytest.raises(error), collectives.joined_ranks("cpu", 60):
+    with nullcontext() if error is None else pytest.raises(error), joined_ranks("cpu", 60):
         watch = collectives.watchdog
         assert [thread.is_alive() for thread in watch.threads] == [True, True]
         if error:

@@ -271,7 +271,7 @@ def test_faults_that_are_no_numbers_end_with_4(device, tiny_run, monkeypatch, ca
     run = tiny_run(**UNMEASURED, DEVICE=device.type)
     plant_in_gradients(monkeypatch, 3, float("nan"))
     assert run.train() == 4
-    assert "step 3 was not finite" in capfd.readouterr().err
+    assert "became NaN in step 3. Step 2 is saved." in capfd.readouterr().err
     assert run.steps_saved() == [2]
 
 

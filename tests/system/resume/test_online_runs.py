@@ -160,7 +160,7 @@ def test_a_step_is_all_of_its_updates(stages, tmp_path, monkeypatch, capsys):
         results[:] = [None] * (3 - 3 * saved)
         assert poisoned.train(SAVE_EVERY=0) == 4 and len(results) == 5
         error = capsys.readouterr().err
-        assert "nothing was updated, the state before it is saved" in error and "replay" not in error
+        assert f"became NaN in step {saved + 1}. Step {saved} is saved." in error and "replay" not in error
         assert poisoned.lines("ledger")[-1]["updated"] is False
         assert poisoned.steps_saved() == [saved]
         monkeypatch.setattr(GRPO, "loss_sum", loss_sum)
