@@ -93,7 +93,7 @@ class DataConfig(Section):
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
     prepare_ahead: bool = fixed(
-        False, "start pretraining after the first shard, and prepare the others meanwhile")
+        False, "start pretrain or sft after the first shard, and prepare the others meanwhile")
 
 
 class PreparationConfig(Section):

@@ -194,8 +194,9 @@ def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
     prepared = []
     for source in inputs.rows.sources:
         prepared.append({})  # token files of other programs have no manifest
-        with suppress(OSError, ValueError):
-            prepared[-1] = read_json(source.token_set.folder / "manifest.json").get("settings", {})
+        for name in ("journal.json", "manifest.json"):
+            with suppress(OSError, ValueError):
+                prepared[-1] = read_json(source.token_set.folder / name).get("settings", {})
     return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],
