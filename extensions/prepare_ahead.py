@@ -156,7 +156,7 @@ class AheadChats(AheadRows):
 
     def __init__(self, config: Config, tokenizer, verify: str):
         self.parts: list[ExampleSet] = []  # of finished shards
-        self.sizes, self.digests = [], []  # the number of rows of each part, and the hash of its segments
+        self.counts, self.digests = [], []  # the number of rows of each part, and the hash of its segments
         self.packed: list[ExampleRows | None] = []  # the rows of opened shards
         self.cut = self.left_out = 0
         super().__init__(config, tokenizer, verify)
@@ -181,7 +181,7 @@ class AheadChats(AheadRows):
             for last in np.searchsorted(examples.starts[1:], new, side="right").tolist():
                 self.add(examples.part(first, last))
                 first = last
-        self.ends = [*accumulate(self.sizes)]
+        self.ends = [*accumulate(self.counts)]
         self.hashes = [hashlib.sha256((entry.sha256 + digest).encode()).hexdigest()
                        for entry, digest in zip(self.entries, self.digests)]
 
@@ -189,7 +189,7 @@ class AheadChats(AheadRows):
         """Count the rows of the chats that end in the next shard."""
         slots = slots_of(part, self.row_tokens)
         self.parts.append(part)
-        self.sizes.append(len(pack(slots[slots > 0], self.row_tokens)))
+        self.counts.append(len(pack(slots[slots > 0], self.row_tokens)))
         self.digests.append(hashlib.sha256(part.segments.tobytes()).hexdigest())
         self.left_out += int((slots == 0).sum())
         self.cut += int(((np.diff(part.starts) > self.row_tokens + 1) & (slots > 0)).sum())
@@ -198,8 +198,8 @@ class AheadChats(AheadRows):
         for number in range(len(self.packed), len(token_set.shards)):
             part = replace(self.parts[number], tokens=token_set, path=token_set.shards[number].path)
             mask = self.config.document_mask
-            self.packed.append(ExampleRows(part, self.row_tokens, mask) if self.sizes[number] else None)
-        return Rows(tuple(self.packed), Mixing(tuple(self.sizes[:len(self.packed)])), self.hashes[0])
+            self.packed.append(ExampleRows(part, self.row_tokens, mask) if self.counts[number] else None)
+        return Rows(tuple(self.packed), Mixing(tuple(self.counts[:len(self.packed)])), self.hashes[0])
 
 
 def kind_of(config: Config) -> str:
