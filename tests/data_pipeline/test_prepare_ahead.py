@@ -9,8 +9,10 @@ import re
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,6 +117,11 @@ def publish(whole, folder, shards, held_out=0):
     preparation.write_json(folder / preparation.JOURNAL, {**manifest, "splits": splits})
 
 
+def patch_sleep(monkeypatch, sleep):
+    """Replace `sleep` in prepare_ahead.py alone: other threads sleep, too."""
+    monkeypatch.setattr(prepare_ahead, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+
+
 def grow_when_waited_for(monkeypatch, whole, folder, first):
     """Publish one more shard each time that a run waits for one; returns the list of their numbers."""
     published, ticks = [first], []
@@ -127,7 +134,7 @@ def grow_when_waited_for(monkeypatch, whole, folder, first):
             published.append(published[-1] + 1)
             publish(whole, folder, published[-1])
 
-    monkeypatch.setattr(prepare_ahead.time, "sleep", sleep)
+    patch_sleep(monkeypatch, sleep)
     monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
     return published
 
@@ -318,7 +325,7 @@ def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared,
 def test_a_signal_ends_the_wait_with_a_checkpoint(tmp_path, prepared, whole, monkeypatch):
     publish(whole, tmp_path / "grows", 1)
     monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
-    monkeypatch.setattr(prepare_ahead.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    patch_sleep(monkeypatch, lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows", SAVE_EVERY=0)
     assert run.train() == EXIT_PREEMPTED and run.steps_saved() == [2]
 
