@@ -67,8 +67,7 @@ class AheadRows(SourceRows):
 
     def __init__(self, config: Config, tokenizer, verify: str):
         self.config, self.tokenizer, self.verify = config, tokenizer, verify
-        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config), ()
-        shards.check_manifest(self.folder, look(self.folder).manifest, tokenizer, kind_of(config))
+        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config, tokenizer), ()
         self.look()
         self.fingerprint = self.hashes[0]
         if self.is_complete:
@@ -206,7 +205,7 @@ def kind_of(config: Config) -> str:
     return KIND_OF_STAGE[config.training_stage]
 
 
-def folder_of(config: Config) -> Path:
+def folder_of(config: Config, tokenizer) -> Path:
     """Return the folder of the set that the settings name. Raises if training cannot start with it."""
     path = Path(config.data_path)
     if is_mixture(path):
@@ -214,6 +213,8 @@ def folder_of(config: Config) -> Path:
     folder = shards.prepared_folder(path) or path
     if not folder.exists():
         raise DataError(f"{KINDS[kind_of(config)][0]}={path} does not exist; correct it")
+    if prepared := look(folder):
+        shards.check_manifest(folder, prepared.manifest, tokenizer, kind_of(config))
     if needed := lacking(folder, config):
         raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
                         "prepares it")
@@ -238,7 +239,7 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     if split == "train":
         rows = (AheadRows if is_text else AheadChats)(config, tokenizer, verify)
         return Rows((rows,), rows, rows.fingerprint)
-    prepared, row_tokens = look(folder_of(config)), config.max_seq_len
+    prepared, row_tokens = look(folder_of(config, tokenizer)), config.max_seq_len
     wanted = config.validation_rows * row_tokens
     if is_text:
         most, marks = wanted + 1, b""  # with the last target
