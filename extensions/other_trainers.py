@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import yaml
+
 from checkpoint import model_json
 from common.text import command, counted, without_passwords
 from config import Config, on_resume
@@ -58,6 +60,7 @@ LEARNING = {name for name in Config.model_fields if on_resume(name) in ("curve",
 SCHEDULE = ("lr_schedule", "decay_fraction", "min_learning_rate", "warmup_steps")
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
+MOST_YAML_VALUES = 100_000
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
 OTHER_FORMATS = {
     r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
@@ -133,6 +136,41 @@ def data_path(value: Any) -> Optional[str]:
     fields = {name: each for name, each, *_ in value[0]} if is_one else {}
     is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
     return fields.get("path") if is_whole else None
+
+
+def merge_yaml(node: Any, sizes: Optional[dict[int, int]] = None) -> Any:
+    """Replace each `<<` in a YAML document by the names that it merges; return the document.
+
+    `sizes` has the values that nodes stand for, with those of aliases: a few lines may stand for gigabytes.
+    Source: https://yaml.org/type/merge.html (PyYAML 6.0.4 lets the last of several mappings override).
+    """
+    sizes = {} if sizes is None else sizes
+    if node is None or id(node) in sizes:
+        return node
+    children = []
+    if node.id == "mapping":
+        merged: dict[str, tuple] = {}
+        for key, value in filter(lambda pair: is_merge(pair[0]), node.value):
+            for each in reversed(value.value) if value.id == "sequence" else [value]:  # the first overrides
+                if each.id != "mapping":
+                    raise yaml.MarkedYAMLError(problem="<< needs a mapping", problem_mark=key.start_mark)
+                merged |= {str(pair[0].value): pair for pair in merge_yaml(each, sizes).value}
+        own = [pair for pair in node.value if not is_merge(pair[0])]
+        names = {str(key.value) for key, _ in own}
+        node.value = [*(pair for name, pair in merged.items() if name not in names), *own]
+        children = [value for _, value in node.value]
+    elif node.id == "sequence":
+        children = node.value
+    size = 1 + sum(sizes[id(merge_yaml(each, sizes))] for each in children)
+    if size > MOST_YAML_VALUES:
+        raise yaml.MarkedYAMLError(problem=f"its aliases stand for more than {MOST_YAML_VALUES:,} values; "
+                                   "write them out", problem_mark=node.start_mark)
+    sizes[id(node)] = size
+    return node
+
+
+def is_merge(key: Any) -> bool:
+    return key.tag.endswith(":merge")
 
 
 def accept(layer, alias: str, value: Any, where: str) -> bool:

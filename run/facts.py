@@ -252,9 +252,8 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
     config = plan.config
     if config.training_stage == "pretrain":
         return []
-    now, prepared = load_chat_format(inputs.tokenizer).sha256, {*data["template"]} - {""}
-    warnings = []
-    if other := prepared - {now}:
+    now, warnings = load_chat_format(inputs.tokenizer).sha256, []
+    if other := {*data["template"]} - {"", now}:
         text = (f"{config.data_path} was prepared with another chat template, SHA-256 {min(other)[:12]}, "
                 f"than that of TOKENIZER_PATH={config.tokenizer_path}, {now[:12]}, with which the model is "
                 "saved")
@@ -303,8 +302,7 @@ def adapters_sha256(folder: Path) -> str:
 
 
 def identity_of_teacher(folder: Path) -> str:
-    content = read_json(folder / "config.json")
-    return json_sha256([weights_sha256(folder), content])
+    return json_sha256([weights_sha256(folder), read_json(folder / "config.json")])
 
 
 def identity_of_start(folder: Path) -> dict[str, str]:

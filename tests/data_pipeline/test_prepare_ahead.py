@@ -19,19 +19,20 @@ import pytest
 import torch
 from commands import Command
 from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
+from test_packed_rows import PROMPT, WORDS, write
 
 from common.activity import ACTIVITY
 from common.errors import DataError
 from config import Config
 from data_pipeline import prepare as preparation
 from data_pipeline.chats import open_example_set
-from data_pipeline.shards import MANIFEST
+from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions import prepare_ahead
 from extensions.preparation import look, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
-from tokenizer import load_tokenizer
+from tokenizer import SUPPRESSED, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 AHEAD = {"PREPARE_AHEAD": "true", "HELLASWAG_EVERY": 0, "VALIDATION_ROWS": 2}  # rows that are held out early
@@ -386,6 +387,26 @@ def test_a_chat_is_packed_with_those_that_end_in_the_same_shard(prepared, whole,
             for inside in [ids_T == document for document in range(1, int(ids_T.max()) + 1) if targets_T[ids_T == document].max() > 0]:
                 found.append(tokens_T[inside].tolist() + targets_T[inside][-1:].tolist())
         assert sorted(found) == sorted(chats)
+
+
+def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp_path):
+    """80 is in the second of three shards of 20 rows, 81 in the third, and 82 in none."""
+    rare = {30: 80, 50: 81}
+    examples = [[(PROMPT, [5, rare.get(number, 6)]), (WORDS, [7, 8, 9])] for number in range(60)]
+    folder = write(tmp_path / "set", "chats", examples, cuts=((100, 200), ()))
+    config = Config(prepare_ahead=True, training_stage="sft", sft_data_path=str(folder), max_seq_len=4, total_batch_size=32, micro_batch_size=8, validate_every=0)
+    extension, generation = prepare_ahead.PrepareAhead(), {SUPPRESSED: [80, 81, 82]}
+    extension.rows, extension.was_reported = prepare_ahead.AheadChats(config, TokenizerInfo(100, "abc"), "auto"), True
+    ranks = SimpleNamespace(on_rank0=lambda make: make(), gather_or_raise=lambda make: [make()], local_rank=0)
+    run = SimpleNamespace(config=config, ranks=ranks, inputs=SimpleNamespace(tokenizer=SimpleNamespace(generation=generation)))
+    unseen = []
+    for step in range(8):
+        run.progress = SimpleNamespace(step=step)
+        extension.step_begin(run)
+        unseen.append(generation[SUPPRESSED])
+    assert extension.rows.ends == [20, 40, 60]
+    assert unseen == 2 * [[80, 81, 82]] + 3 * [[81, 82]] + 3 * [[82]]
+    assert extension.read == extension.rows.hashes
 
 
 @of_chats

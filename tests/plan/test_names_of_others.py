@@ -200,7 +200,7 @@ def test_names_of_earlier_custom_trainers_are_answered():
 
 
 def test_flags_that_do_less_than_they_seem_to_say_so():
-    assert any("RUN_NAME=none is no name" in note for note in load("--run-name", "none").notes)
+    assert any("RUN_NAME=none means no name" in note for note in load("--run-name", "none").notes)
     assert any("a small run is --preset debug" in note for note in load("--debug", "--depth", "2").notes)
     assert not any("debug" in note.lower() for note in load("--run-name", "first", "--depth", "2").notes)
 
