@@ -81,7 +81,7 @@ class Layer:
             self.notes[f"{name}={value}"] = f"{name.upper()}={shortened(value)} is our {ours}"
             value = ours
         first, before = self.values.get(name, (value, ""))
-        may_repeat = is_implied or name in self.implied or before == where and where[-1].isdigit()  # YAML's <<
+        may_repeat = is_implied or name in self.implied or before == where and where[-1].isdigit()  # YAML
         if before and not (may_repeat and str(first).lower() == str(value).lower()):
             self.problems.append(f"{where}{shown} is set a second time (first at {before}); keep one")
         else:
