@@ -261,9 +261,8 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
             raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
                             "the one that it was prepared with")
         warnings.append(text)
-    prompts = {*data["system_prompt"]}
-    if config.system_prompt and prompts != {config.system_prompt}:
-        had = " and ".join(repr(each) for each in sorted(prompts))
+    if config.system_prompt and {*data["system_prompt"]} != {config.system_prompt}:
+        had = " and ".join(repr(each) for each in sorted({*data["system_prompt"]}))
         warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which "
                         f"was prepared with {had}; prepare the data again to use it")
     return warnings

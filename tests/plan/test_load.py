@@ -585,7 +585,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--min-learning-rate", "1"), "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"),
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
-    (("--run-name", "../x"), "OUTPUT_DIR"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
+    (("--run-name", "../x"), "OUTPUT_DIR"), (("--run-name", "-rf"), "RUN_NAME='-rf' must be a folder name of letters"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
     (("--distributed-timeout", "0"), "DISTRIBUTED_TIMEOUT=0"), (("--loss-spike-policy", "explode"), "'warn', 'skip'"),
     (("--drift-check-every", "-1"), "DRIFT_CHECK_EVERY=-1"), (("--max-steps", "9" * 5000), f"MAX_STEPS={'9' * 77}..."),
     (("--output-dir=",), "OUTPUT_DIR is empty"),
