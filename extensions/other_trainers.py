@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -138,34 +138,28 @@ def data_path(value: Any) -> Optional[str]:
     return fields.get("path") if is_whole else None
 
 
-def merge_yaml(node: Any, sizes: Optional[dict[int, int]] = None) -> Any:
+def merge_yaml(node: Any, left: Optional[Iterator[int]] = None) -> Any:
     """Replace each `<<` in a YAML document by the names that it merges; return the document.
 
-    `sizes` has the values that nodes stand for, with those of aliases: a few lines may stand for gigabytes.
+    As many values are `left`, with those of aliases: a few lines may stand for gigabytes.
     Source: https://yaml.org/type/merge.html (PyYAML 6.0.4 lets the last of several mappings override).
     """
-    sizes = {} if sizes is None else sizes
-    if node is None or id(node) in sizes:
-        return node
-    children = []
-    if node.id == "mapping":
+    left = left or iter(range(MOST_YAML_VALUES))
+    if node is not None and next(left, None) is None:
+        raise yaml.MarkedYAMLError(problem=f"its aliases stand for more than {MOST_YAML_VALUES:,} values; "
+                                   "write them out", problem_mark=node.start_mark)
+    if node is not None and node.id == "mapping":
         merged: dict[str, tuple] = {}
         for key, value in filter(lambda pair: is_merge(pair[0]), node.value):
             for each in reversed(value.value) if value.id == "sequence" else [value]:  # the first overrides
                 if each.id != "mapping":
                     raise yaml.MarkedYAMLError(problem="<< needs a mapping", problem_mark=key.start_mark)
-                merged |= {str(pair[0].value): pair for pair in merge_yaml(each, sizes).value}
+                merged |= {str(pair[0].value): pair for pair in merge_yaml(each, left).value}
         own = [pair for pair in node.value if not is_merge(pair[0])]
         names = {str(key.value) for key, _ in own}
         node.value = [*(pair for name, pair in merged.items() if name not in names), *own]
-        children = [value for _, value in node.value]
-    elif node.id == "sequence":
-        children = node.value
-    size = 1 + sum(sizes[id(merge_yaml(each, sizes))] for each in children)
-    if size > MOST_YAML_VALUES:
-        raise yaml.MarkedYAMLError(problem=f"its aliases stand for more than {MOST_YAML_VALUES:,} values; "
-                                   "write them out", problem_mark=node.start_mark)
-    sizes[id(node)] = size
+    for each in node.value if node is not None and node.id != "scalar" else ():
+        merge_yaml(each[1] if node.id == "mapping" else each, left)
     return node
 
 

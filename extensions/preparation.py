@@ -24,18 +24,10 @@ from common.errors import DataError, SettingsError, run_script
 from common.files import read_json, read_text
 from common.text import ROOT
 from config import KIND_OF_STAGE, Config
+from data_pipeline import shards
 from data_pipeline.chats import ExampleSet, examples_of
 from data_pipeline.prepare import JOURNAL, progress_bar
-from data_pipeline.shards import (
-    HEADER_BYTES,
-    MANIFEST,
-    Manifest,
-    Shard,
-    TokenSet,
-    WatchedFile,
-    first_fault,
-    prepared_shards,
-)
+from data_pipeline.shards import MANIFEST, Manifest, TokenSet, first_fault
 from data_preparation_utils import prepare_from_flags
 from extensions.report.data import holder_runs
 
@@ -78,28 +70,29 @@ def look(folder: Path) -> Optional[Prepared]:
 
 
 @dataclass(frozen=True)
-class StartOfShard(Shard):
+class StartOfShard(shards.Shard):
     """The first ids of a shard that is still being written, in memory."""
 
     ids: Optional[np.ndarray] = None
 
-    def read(self, start: int, count: int, file: Optional[WatchedFile] = None) -> np.ndarray:
+    def read(self, start: int, count: int, file: Optional[shards.WatchedFile] = None) -> np.ndarray:
         return self.ids[start:start + count]
 
 
-def shards_of(prepared: Prepared, split: str, segments: bool = False, most: float = math.inf) -> list[Shard]:
+def shards_of(prepared: Prepared, split: str, segments: bool = False, most: float = math.inf
+              ) -> list[shards.Shard]:
     """Return the shards of a stream, and of an unfinished one its ids so far, up to `most` of the stream."""
     folder, manifest, files = prepared.folder, prepared.manifest, []
     if prepared.is_complete or manifest.splits[split].shards:
-        files = prepared_shards(folder, manifest, split, segments)
+        files = shards.prepared_shards(folder, manifest, split, segments)
     name = f"{split}-segments" if segments else split
     unfinished = int(min(most, prepared.written[name])) - sum(shard.tokens for shard in files)
     if unfinished > 0:
         path, dtype = folder / f"{name}-{len(files):05d}.bin", "uint32" if segments else manifest.dtype
-        ids = np.fromfile(path, np.dtype(dtype).newbyteorder("<"), unfinished, offset=HEADER_BYTES)
+        ids = np.fromfile(path, np.dtype(dtype).newbyteorder("<"), unfinished, offset=shards.HEADER_BYTES)
         if len(ids) < unfinished:
             raise DataError(f"{path}: is shorter than its journal records; delete {folder} and start again")
-        files.append(StartOfShard(path, dtype, HEADER_BYTES, unfinished, ids=ids))
+        files.append(StartOfShard(path, dtype, shards.HEADER_BYTES, unfinished, ids=ids))
     return files
 
 
