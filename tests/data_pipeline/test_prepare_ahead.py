@@ -28,7 +28,9 @@ from data_pipeline import prepare as preparation
 from data_pipeline.chats import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
+from dataloaders import Rows
 from extensions import prepare_ahead
+from extensions.debug.replay import numbered, place_of
 from extensions.preparation import look, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
@@ -410,6 +412,16 @@ def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp
 
 
 @of_chats
+def test_a_replay_finds_a_chat_in_its_shard_and_numbers_all_documents(prepared, whole, kind):
+    source = opened(prepared, whole, "train", validate_every=0, document_mask=False)
+    rows, first = Rows((source,), source, source.fingerprint), source.ends[0]
+    assert source.has(first + 1) and rows(np.array([first])).document_ids_BT is None
+    assert numbered(source)(np.array([first])).document_ids_BT[0, 0] == 1
+    example = source.rows.sources[1].examples_in(0)[0]
+    assert place_of(rows, first, 0, 1) == f"example {example} of {whole / source.entries[1].file} (chats)"
+
+
+@of_chats
 @pytest.mark.parametrize("rows", [1, 3, 500])
 def test_held_out_chats_are_the_first_that_fill_the_rows(tmp_path, prepared, whole, kind, rows):
     """While more are written, and with fewer than asked for once the set is complete."""
@@ -444,6 +456,7 @@ def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepa
 
 
 @pytest.mark.slow
+@both_kinds
 def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
     """Resumed on one rank, the steps read the same rows."""
     data = tmp_path / "grows" / "0123456789abcdef"
