@@ -28,10 +28,10 @@ from data_pipeline import prepare as preparation
 from data_pipeline.chats import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import Rows
+from dataloaders import ExampleRows, Rows
 from extensions import prepare_ahead
 from extensions.debug.replay import numbered, place_of
-from extensions.preparation import look, why_ended
+from extensions.preparation import look, slots_of, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
 from tokenizer import SUPPRESSED, load_tokenizer
@@ -389,6 +389,14 @@ def test_a_chat_is_packed_with_those_that_end_in_the_same_shard(prepared, whole,
             for inside in [ids_T == document for document in range(1, int(ids_T.max()) + 1) if targets_T[ids_T == document].max() > 0]:
                 found.append(tokens_T[inside].tolist() + targets_T[inside][-1:].tolist())
         assert sorted(found) == sorted(chats)
+
+
+def test_the_slots_of_chats_are_those_of_the_rows(tmp_path):
+    """Of all lengths of question and answer around those that fill a row of five tokens."""
+    examples = [[(PROMPT, prompt * [5]), (WORDS, answer * [6])] for prompt in range(1, 8) for answer in range(1, 8)]
+    stored = open_example_set(write(tmp_path / "set", "chats", examples), "train", "chats", TokenizerInfo(100, "abc"))
+    slots, rows = slots_of(stored, 5), ExampleRows(stored, 5)
+    assert ((slots > 0).sum(), (slots == 0).sum(), slots.sum()) == (rows.examples, rows.left_out, rows.tokens)
 
 
 def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp_path):
