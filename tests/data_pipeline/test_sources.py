@@ -130,6 +130,11 @@ def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, s
     assert [*rows_of(path, start=sources.Position(record=3))[0]] == found[3:]
 
 
+def test_all_writings_of_a_text_are_held_out_together():
+    """Case as Unicode folds it, ligatures, accents in two forms and any white space."""
+    assert sources.identity_of(" STRASSE\u00a0\n\ufb01ne e\u0301") == sources.identity_of("straße fine \u00e9") == "strasse fine \u00e9"
+
+
 @pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.jsonl", "x.jsonl.gz", "x.json", "x.parquet"])
 def test_reading_goes_on_with_the_record_at_whose_position_it_stopped(tmp_path, name):
     """In either of two files, and also on the lines of values with line ends and of blank lines."""
