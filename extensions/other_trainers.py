@@ -142,7 +142,7 @@ def merge_yaml(node: Any, left: Optional[Iterator[int]] = None) -> Any:
     """Replace each `<<` in a YAML document by the names that it merges; return the document.
 
     As many values are `left`, with those of aliases: a few lines may stand for gigabytes.
-    Source: https://yaml.org/type/merge.html (PyYAML 6.0.4 lets the last of several mappings override).
+    Source: YAML 1.1, "Merge Key Language-Independent Type" (PyYAML 6.0.4 lets the last mapping override).
     """
     left = left or iter(range(MOST_YAML_VALUES))
     if node is not None and next(left, None) is None:

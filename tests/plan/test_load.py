@@ -872,7 +872,7 @@ last: {seed: 4, <<: *other}
 alias: *other
 text: {"<<": 7}
 """
-# Of https://yaml.org/type/merge.html, where the last four are equal.
+# The example of "Merge Key Language-Independent Type for YAML 1.1", where the last four are equal.
 SPECIFIED = """
 - &CENTER { x: 1, y: 2 }
 - &LEFT { x: 0, y: 2 }
