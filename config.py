@@ -92,8 +92,7 @@ class DataConfig(Section):
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
-    prepare_ahead: bool = fixed(
-        False, "start pretraining after the first shard, and prepare the others meanwhile")
+    prepare_ahead: bool = fixed(False, "start pretrain or sft on the first shard; prepare others meanwhile")
 
 
 class PreparationConfig(Section):

@@ -796,7 +796,7 @@ class ExampleSet:
 
     path: Path
     kind: str  # "chats", "pairs" or "prompts"
-    tokens: TokenSet
+    tokens: TokenSet | None  # None while they are being prepared
     segments: np.ndarray  # uint32, of all examples
     fingerprint: str  # hash of tokens and segments, the same on every rank
     starts: np.ndarray  # int64 (examples + 1,), in tokens
@@ -812,12 +812,29 @@ class ExampleSet:
         first, last = self.segment_starts[example:example + 2].tolist()
         return self.tokens.read(start, end - start), self.segments[first:last]
 
+    def part(self, first: int, last: int) -> "ExampleSet":
+        """Return the examples from `first` up to `last`, without `last`."""
+        ends = self.segment_starts[first:last + 1]
+        return replace(self, segments=self.segments[ends[0]:ends[-1]], starts=self.starts[first:last + 1],
+                       segment_starts=ends - ends[0], first_targets=self.first_targets[first:last],
+                       labels=None if self.labels is None else self.labels[first:last])
+
 
 def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
                      verify: str = "auto", cache: Cache = Cache()) -> ExampleSet:
     """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
     tokens = open_token_set(path, split, tokenizer, kind=kind, verify=verify, cache=cache)
+    fingerprint = hashlib.sha256((tokens.fingerprint + tokens.segments.fingerprint).encode()).hexdigest()
     segments = np.concatenate([*tokens.segments.blocks()])
+    examples = examples_of(path, split, kind, segments)
+    if examples.starts[-1] != tokens.tokens:
+        raise DataError(f"{path}: the {split} segments are {examples.starts[-1]:,} tokens long in total, but "
+                        f"the shards have {tokens.tokens:,}; prepare the data again")
+    return replace(examples, tokens=tokens, fingerprint=fingerprint)
+
+
+def examples_of(path: str | Path, split: str, kind: str, segments: np.ndarray, start: int = 0) -> ExampleSet:
+    """Return the examples that have these segments, from token `start` of a split on; without the tokens."""
     # Find the segments of each example.
     ends = np.flatnonzero(segments & LAST) + 1
     if not len(ends) or ends[-1] < len(segments):
@@ -834,10 +851,7 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
         raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
                         f"{kind}; prepare the data again")
     # Find the tokens of each example, and its first target.
-    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if borders[-1] != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in total, but the "
-                        f"shards have {tokens.tokens:,}; prepare the data again")
+    borders = np.concatenate([[start], start + np.cumsum(lengths, dtype=np.int64)])
     starts = borders[segment_starts]
     first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
     labels = None
@@ -847,6 +861,5 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
             labels = np.where(is_target[firsts + 1], 1, -1).astype(np.int8)
             if (targets == 2).any():
                 raise DataError(f"{path}: {split} has pairs and unpaired answers; prepare them separately")
-    fingerprint = hashlib.sha256((tokens.fingerprint + tokens.segments.fingerprint).encode()).hexdigest()
-    return ExampleSet(Path(path), kind, tokens, segments, fingerprint, starts, segment_starts,
+    return ExampleSet(Path(path), kind, None, segments, "", starts, segment_starts,
                       first_targets.astype(np.int32), labels)

@@ -339,8 +339,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 # Documents whose ends are held out have no position.
                 end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {
-                    **plan.head, "source": plan.source, "chunks": chunks_done, "splits": splits,
-                    "removed": removed, **end, "refused": refused.counts, "rules": RULES})
+                    **plan.head, "source": plan.source, "settings": plan.settings, "chunks": chunks_done,
+                    "splits": splits, "removed": removed, **end, "refused": refused.counts, "rules": RULES})
                 last_sync, listed = time.monotonic(), finished
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n

@@ -26,7 +26,7 @@ MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matm
 MACHINE, NVLINK, NETWORK = 8, 0.8 * 450e9, 0.8 * 50e9
 NVLINK_LATENCY, NETWORK_LATENCY, CALL_LATENCY = 3.4e-6, 14e-6, 8.4e-6
 BUCKET_BYTES = 25 * 2**20  # DDP's default
-QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight; of nf4 with its share of a scale
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
@@ -502,7 +502,11 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     if config.lora_enabled:
         trained = adapter_count(config) + sizes.trained_matrices * sizes.learned // FLOAT32
         base = QUANTIZED_BYTES.get(config.lora_base_quantization, compute_bytes)
-        weights = base * config.matrix_count + compute_bytes * (count - config.matrix_count)
+        others = count - config.matrix_count - vectors
+        weights = base * config.matrix_count + compute_bytes * others + FLOAT32 * vectors
+        if config.lora_base_quantization == "int8":  # a scale for each row
+            weights += FLOAT32 * config.n_layers * sum(
+                shape[0] for shape in config.block_shapes.values() if len(shape) > 1)
         weights += trained * FLOAT32
     moments = state_bytes(config) * moment_count(config, trained)
 

@@ -650,8 +650,8 @@ def describe_disk(config: Config, size: int) -> str:
     free = free_bytes(folder)
     earlier = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
-    kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
-    kept += config.max_steps // config.keep_every if config.keep_every else 0
+    regular = config.max_steps // config.keep_every if config.keep_every else 0
+    kept = min(saved, config.keep_last + config.keep_best + 1 + regular) if config.keep_last else saved
     text = (f"keeping {counted(kept, 'checkpoint')} needs {kept * size / GIB:.2f} GiB; "
             f"{free / GIB:.1f} GiB is free")
     if 2 * size > free:

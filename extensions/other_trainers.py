@@ -3,9 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
+
+import yaml
 
 from checkpoint import model_json
 from common.text import command, counted, without_passwords
@@ -58,6 +60,7 @@ LEARNING = {name for name in Config.model_fields if on_resume(name) in ("curve",
 SCHEDULE = ("lr_schedule", "decay_fraction", "min_learning_rate", "warmup_steps")
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
+MOST_YAML_VALUES = 100_000
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
 OTHER_FORMATS = {
     r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
@@ -133,6 +136,35 @@ def data_path(value: Any) -> Optional[str]:
     fields = {name: each for name, each, *_ in value[0]} if is_one else {}
     is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
     return fields.get("path") if is_whole else None
+
+
+def merge_yaml(node: Any, left: Optional[Iterator[int]] = None) -> Any:
+    """Replace each `<<` in a YAML document by the names that it merges; return the document.
+
+    As many values are `left`, with those of aliases: a few lines may stand for gigabytes.
+    Source: YAML 1.1, "Merge Key Language-Independent Type" (PyYAML 6.0.4 lets the last mapping override).
+    """
+    left = left or iter(range(MOST_YAML_VALUES))
+    if node is not None and next(left, None) is None:
+        raise yaml.MarkedYAMLError(problem=f"its aliases stand for more than {MOST_YAML_VALUES:,} values; "
+                                   "write them out", problem_mark=node.start_mark)
+    if node is not None and node.id == "mapping":
+        merged: dict[str, tuple] = {}
+        for key, value in filter(lambda pair: is_merge(pair[0]), node.value):
+            for each in reversed(value.value) if value.id == "sequence" else [value]:  # the first overrides
+                if each.id != "mapping":
+                    raise yaml.MarkedYAMLError(problem="<< needs a mapping", problem_mark=key.start_mark)
+                merged |= {str(pair[0].value): pair for pair in merge_yaml(each, left).value}
+        own = [pair for pair in node.value if not is_merge(pair[0])]
+        names = {str(key.value) for key, _ in own}
+        node.value = [*(pair for name, pair in merged.items() if name not in names), *own]
+    for each in node.value if node is not None and node.id != "scalar" else ():
+        merge_yaml(each[1] if node.id == "mapping" else each, left)
+    return node
+
+
+def is_merge(key: Any) -> bool:
+    return key.tag.endswith(":merge")
 
 
 def accept(layer, alias: str, value: Any, where: str) -> bool:

@@ -4,6 +4,7 @@ A set that training reads has its final name from the start, and a journal that 
 manifest takes the journal's place when the set is complete.
 """
 
+import math
 import os
 import socket
 import subprocess
@@ -13,18 +14,22 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+import numpy as np
 from pydantic import ValidationError
 
 from common.errors import DataError, SettingsError, run_script
 from common.files import read_json, read_text
 from common.text import ROOT, is_url
-from config import Config
+from config import KIND_OF_STAGE, Config
+from data_pipeline import shards
+from data_pipeline.chats import ExampleSet, examples_of
 from data_pipeline.prepare import JOURNAL, progress_bar
-from data_pipeline.shards import MANIFEST, MIXTURE, Manifest, first_fault
+from data_pipeline.shards import MANIFEST, MIXTURE, Manifest, TokenSet, first_fault
 from data_pipeline.sources import format_of, local_files, source_of
 from data_preparation_utils import NAMES, prepare_from_flags
 from extensions.report.data import holder_runs
@@ -50,8 +55,9 @@ def is_source(kind: str, path: str) -> bool:
 class Prepared(NamedTuple):
     """What is on disk of a set."""
 
+    folder: Path
     manifest: Manifest  # of the finished shards
-    held_out: int  # tokens of validation, with those in a shard that is not finished
+    written: dict[str, int]  # the ids of each stream, such as "train-segments", also in unfinished shards
     is_complete: bool
 
     @property
@@ -64,10 +70,12 @@ def look(folder: Path) -> Optional[Prepared]:
     for name in (MANIFEST, JOURNAL, MANIFEST):  # the set may become complete between two of them
         try:
             content = read_json(folder / name)
-            tokens = {split: stream["tokens"] for split, stream in content["splits"].items()}
-            for stream in content["splits"].values():
-                stream["tokens"] = sum(shard["tokens"] for shard in stream["shards"])
-            return Prepared(Manifest.model_validate(content), tokens.get("validation", 0), name == MANIFEST)
+            streams = {**content["splits"], **{f"{split}-segments": stream["segments"] for split, stream in
+                                               content["splits"].items() if "segments" in stream}}
+            written = {stream: listed["tokens"] for stream, listed in streams.items()}
+            for listed in streams.values():
+                listed["tokens"] = sum(shard["tokens"] for shard in listed["shards"])
+            return Prepared(folder, Manifest.model_validate(content), written, name == MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -77,22 +85,78 @@ def look(folder: Path) -> Optional[Prepared]:
     return None
 
 
+@dataclass(frozen=True)
+class StartOfShard(shards.Shard):
+    """The first ids of a shard that is still being written, in memory."""
+
+    ids: Optional[np.ndarray] = None
+
+    def read(self, start: int, count: int, file: Optional[shards.WatchedFile] = None) -> np.ndarray:
+        return self.ids[start:start + count]
+
+
+def shards_of(prepared: Prepared, split: str, segments: bool = False, most: float = math.inf
+              ) -> list[shards.Shard]:
+    """Return the shards of a stream, and of an unfinished one its ids so far, up to `most` of the stream."""
+    folder, manifest, files = prepared.folder, prepared.manifest, []
+    if prepared.is_complete or manifest.splits[split].shards:
+        files = shards.prepared_shards(folder, manifest, split, segments)
+    name = f"{split}-segments" if segments else split
+    unfinished = int(min(most, prepared.written[name])) - sum(shard.tokens for shard in files)
+    if unfinished > 0:
+        path, dtype = folder / f"{name}-{len(files):05d}.bin", "uint32" if segments else manifest.dtype
+        ids = np.fromfile(path, np.dtype(dtype).newbyteorder("<"), unfinished, offset=shards.HEADER_BYTES)
+        if len(ids) < unfinished:
+            raise DataError(f"{path}: is shorter than its journal records; delete {folder} and start again")
+        files.append(StartOfShard(path, dtype, shards.HEADER_BYTES, unfinished, ids=ids))
+    return files
+
+
+def segments_of(prepared: Prepared, split: str) -> TokenSet:
+    """Return the segments of the examples on disk of a split."""
+    return TokenSet(tuple(shards_of(prepared, split, segments=True)), prepared.folder.name)
+
+
+def examples_in(prepared: Prepared, split: str, segments: TokenSet, known: int = 0, start: int = 0
+                ) -> ExampleSet:
+    """Return the examples with these segments after `known` ones, from token `start` on, without tokens."""
+    new = segments.read(known, segments.tokens - known)
+    return examples_of(prepared.folder, split, prepared.manifest.kind, new.copy(), start)
+
+
+def slots_of(examples: ExampleSet, row_tokens: int) -> np.ndarray:
+    """Return how many tokens of a row each chat takes; 0 if it keeps no target there, and is left out."""
+    lengths = np.minimum(np.diff(examples.starts), row_tokens + 1)
+    return np.where(examples.first_targets <= row_tokens, lengths - 1, 0)
+
+
 def rows_in(tokens: int, row_tokens: int) -> int:
     """Return the number of rows whose tokens, with the last target, are all there."""
     return max(0, (tokens - 1) // row_tokens)
 
 
-def lacking(prepared: Optional[Prepared], config: Config) -> str:
-    """Return what training still needs to start; "" if nothing.
+def least_rows(prepared: Prepared, split: str, row_tokens: int) -> int:
+    """Return how many rows the finished shards of training, or all held-out tokens, fill at least."""
+    tokens = prepared.tokens if split == "train" else prepared.written.get(split, 0)
+    if prepared.manifest.kind == "documents" or not tokens:
+        return rows_in(tokens, row_tokens)
+    examples = examples_in(prepared, split, segments_of(prepared, split))
+    return int(slots_of(examples, row_tokens)[examples.starts[1:] <= tokens].sum()) // row_tokens
+
+
+def lacking(folder: Path, config: Config) -> str:
+    """Return what training still needs of a set to start; "" if nothing.
 
     These are the rows of a step, and those of validation, which must not change during the run.
     """
+    prepared = look(folder)
     if prepared and prepared.is_complete:
         return ""
-    if not prepared or rows_in(prepared.tokens, config.max_seq_len) < config.rows_read:
+    if not prepared or least_rows(prepared, "train", config.max_seq_len) < config.rows_read:
         return "shards with the rows of a step"
-    held_out = rows_in(prepared.held_out, config.max_seq_len)
-    if config.validate_every and not config.validation_data_path and held_out < config.validation_rows:
+    validates = config.validate_every and not config.validation_data_path
+    held_out = least_rows(prepared, "validation", config.max_seq_len) if validates else 0
+    if validates and held_out < config.validation_rows:
         return f"VALIDATION_ROWS={config.validation_rows} held-out rows ({held_out} so far)"
     return ""
 
@@ -103,18 +167,19 @@ def start(argv: Sequence[str], config: Config) -> Path:
         raise SettingsError("VALIDATION_FRACTION=0 holds nothing out; set VALIDATE_EVERY=0")
     if any(flag.startswith("--mix=") for flag in argv):
         raise SettingsError("PREPARE_AHEAD=true does not work with --mix; remove one of them")
-    folder = prepare_from_flags("documents", [*argv], only_plan=True)
+    kind = KIND_OF_STAGE[config.training_stage]
+    folder = prepare_from_flags(kind, [*argv], only_plan=True)
     if (folder / MANIFEST).is_file():
         return folder
     # The process has its input from the file that names it: so `holder_runs` knows whether it runs.
     with open(beside(folder, "holder"), "w") as holder, open(beside(folder, "log"), "w") as log:
-        child = subprocess.Popen([sys.executable, "-c", WORK, str(os.getpid()), *argv], stdin=holder,
+        child = subprocess.Popen([sys.executable, "-c", WORK, str(os.getpid()), kind, *argv], stdin=holder,
                                  stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         holder.write(f"process {child.pid} on {socket.gethostname()}")
     with progress_bar(unit="B", leave=False) as bar:
         while True:
             ended = child.poll() is not None
-            if not (needed := lacking(look(folder), config)):
+            if not (needed := lacking(folder, config)):
                 with suppress(OSError):  # it may have ended
                     os.setpriority(os.PRIO_PGRP, child.pid, NICENESS)
                 return folder
@@ -127,7 +192,7 @@ def start(argv: Sequence[str], config: Config) -> Path:
 
 def work() -> None:
     """Prepare what the flags describe, in a process that ends with its parent."""
-    parent, *argv = sys.argv[1:]
+    parent, kind, *argv = sys.argv[1:]
 
     def watch() -> None:
         while os.getppid() == int(parent):
@@ -135,7 +200,7 @@ def work() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    run_script(lambda: prepare_from_flags("documents", argv))
+    run_script(lambda: prepare_from_flags(kind, argv))
 
 
 def beside(folder: Path, name: str) -> Path:

@@ -1,7 +1,9 @@
 """Train on data that is still being prepared (PREPARE_AHEAD); extensions/preparation.py prepares it.
 
-The rows are those of the whole set. They are read shard by shard, shuffled within each, so that the order
-does not depend on how much is prepared. Once the set is complete, another pass can follow.
+Rows are read shard by shard, shuffled within each, so that the order does not depend on how much is prepared.
+Once the set is complete, another pass can follow. The rows of text are those of the whole set. Chats are
+packed into rows with those that end in the same shard, and of those held out, as many are packed as fill
+VALIDATION_ROWS.
 """
 
 import hashlib
@@ -9,7 +11,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Optional
@@ -19,16 +21,40 @@ import numpy as np
 from common.activity import phase, tick
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
-from config import Config
+from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline import shards
+from data_pipeline.chats import ExampleSet
 from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
-from dataloaders import OPENERS, Batch, Rows, SourceRows, TokenRows, cache_of, check_rows, permute
-from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
+from dataloaders import (
+    OPENERS,
+    Batch,
+    ExampleRows,
+    Mixing,
+    Rows,
+    SourceRows,
+    TokenRows,
+    cache_of,
+    check_rows,
+    pack,
+    permute,
+)
+from extensions.preparation import (
+    POLL_SECONDS,
+    examples_in,
+    lacking,
+    look,
+    rows_in,
+    segments_of,
+    shards_of,
+    slots_of,
+    why_ended,
+)
 from extensions.report.console import times_read
 from parallel.ranks import collective
 from run.extensions import Extension
 from run.run import Inputs, Run, save_checkpoint
+from tokenizer import SUPPRESSED
 
 REPORT_SECONDS = 30.0
 
@@ -41,19 +67,17 @@ class AheadRows(SourceRows):
 
     def __init__(self, config: Config, tokenizer, verify: str):
         self.config, self.tokenizer, self.verify = config, tokenizer, verify
-        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config), ()
+        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config, tokenizer), ()
         self.look()
-        self.fingerprint = self.entries[0].sha256
-        shards.check_manifest(self.folder, self.prepared.manifest, tokenizer, "documents")
+        self.fingerprint = self.hashes[0]
         if self.is_complete:
             check_rows(config, config.data_path, "train", len(self), f"its {self.content} fill")
         self.has(config.rows_read)
 
-    example_set = None
+    example_set, shortened = None, ""
     content = property(lambda self: f"{self.prepared.tokens:,} tokens")
     row_tokens = property(lambda self: self.config.max_seq_len)
     sizes = property(lambda self: (len(self),))
-    token_set = property(lambda self: self.rows.token_set)
     is_complete = property(lambda self: self.prepared.is_complete)
     entries = property(lambda self: self.prepared.manifest.splits["train"].shards)
 
@@ -64,15 +88,24 @@ class AheadRows(SourceRows):
         return self.rows(indices)
 
     def describe(self) -> str:
-        return self.content + ", and more are being prepared" * (not self.is_complete)
+        return self.content + self.shortened + ", and more are being prepared" * (not self.is_complete)
 
     def look(self) -> None:
         """Learn of new shards."""
         with self.lock:
             if prepared := look(self.folder):  # otherwise a preparation failed, whose shards are still there
-                tokens = accumulate(entry.tokens for entry in prepared.manifest.splits["train"].shards)
                 self.prepared = prepared
-                self.ends = [rows_in(count, self.config.max_seq_len) for count in tokens]
+                self.count([*accumulate(entry.tokens for entry in self.entries)])
+
+    def count(self, token_ends: list[int]) -> None:
+        """Set the number of rows up to the end of each finished shard, and the hash of its content."""
+        self.ends = [rows_in(tokens, self.row_tokens) for tokens in token_ends]
+        self.hashes = [entry.sha256 for entry in self.entries]
+
+    def rows_of(self, token_set: shards.TokenSet) -> TokenRows | Rows:
+        """Return the rows of the opened shards."""
+        start_id = token_set.document_start_id
+        return TokenRows(token_set, self.row_tokens, start_id if self.config.document_mask else None)
 
     def shards_with(self, rows: int) -> int:
         """Return the number of shards that hold this many rows, or all rows."""
@@ -89,11 +122,12 @@ class AheadRows(SourceRows):
                 listed = shards.Split(tokens=sum(entry.tokens for entry in new), shards=new)
                 manifest = self.prepared.manifest.model_copy(update={"splits": {"train": listed}})
                 opened = shards.prepared_shards(self.folder, manifest, "train")
-                token_set = token_rows(self.config, manifest, opened, self.tokenizer).token_set
-                shards.verify_files(token_set, self.verify, cache_of(self.config))
-                self.opened = (*self.opened, *opened)
+                opened = tokens_of(manifest, opened, self.tokenizer)
+                check_finished(opened, self.config, self.verify)
+                self.opened = (*self.opened, *opened.shards)
                 shards.allow_open_files(len(self.opened), self.folder)
-                self.rows = token_rows(self.config, manifest, self.opened, self.tokenizer)
+                self.token_set = replace(opened, shards=self.opened)
+                self.rows = self.rows_of(self.token_set)
             return True
 
     def rows_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
@@ -113,59 +147,121 @@ class AheadRows(SourceRows):
             return rows
 
 
-def folder_of(config: Config) -> Path:
+class AheadChats(AheadRows):
+    """Rows of chats. Each belongs to the shard in which it ends, and is packed with the others of that shard.
+
+    The hash of a shard is also that of their segments, which say what is a target.
+    """
+
+    def __init__(self, config: Config, tokenizer, verify: str):
+        self.parts: list[ExampleSet] = []  # of finished shards
+        self.counts, self.digests = [], []  # the number of rows of each part, and the hash of its segments
+        self.packed: list[ExampleRows | None] = []  # the rows of opened shards
+        self.cut = self.left_out = 0
+        super().__init__(config, tokenizer, verify)
+
+    @property
+    def content(self) -> str:
+        return counted(sum(map(len, self.parts)), "chat")
+
+    @property
+    def shortened(self) -> str:
+        cut = f", {self.cut:,} cut to MAX_SEQ_LEN={self.row_tokens}" if self.cut else ""
+        return cut + (f", {self.left_out:,} too long and left out" if self.left_out else "")
+
+    def count(self, token_ends: list[int]) -> None:
+        if new := token_ends[len(self.parts):]:
+            known = sum(len(part.segments) for part in self.parts)
+            start = int(self.parts[-1].starts[-1]) if self.parts else 0
+            segments = segments_of(self.prepared, "train")
+            check_finished(segments, self.config, self.verify)
+            examples = examples_in(self.prepared, "train", segments, known, start)
+            first = 0
+            for last in np.searchsorted(examples.starts[1:], new, side="right").tolist():
+                self.add(examples.part(first, last))
+                first = last
+        self.ends = [*accumulate(self.counts)]
+        self.hashes = [hashlib.sha256((entry.sha256 + digest).encode()).hexdigest()
+                       for entry, digest in zip(self.entries, self.digests)]
+
+    def add(self, part: ExampleSet) -> None:
+        """Count the rows of the chats that end in the next shard."""
+        slots = slots_of(part, self.row_tokens)
+        self.parts.append(part)
+        self.counts.append(len(pack(slots[slots > 0], self.row_tokens)))
+        self.digests.append(hashlib.sha256(part.segments.tobytes()).hexdigest())
+        self.left_out += int((slots == 0).sum())
+        self.cut += int(((np.diff(part.starts) > self.row_tokens + 1) & (slots > 0)).sum())
+
+    def rows_of(self, token_set: shards.TokenSet) -> TokenRows | Rows:
+        for number in range(len(self.packed), len(token_set.shards)):
+            part = replace(self.parts[number], tokens=token_set, path=token_set.shards[number].path)
+            mask = self.config.document_mask
+            self.packed.append(ExampleRows(part, self.row_tokens, mask) if self.counts[number] else None)
+        return Rows(tuple(self.packed), Mixing(tuple(self.counts[:len(self.packed)])), self.hashes[0])
+
+
+def kind_of(config: Config) -> str:
+    return KIND_OF_STAGE[config.training_stage]
+
+
+def folder_of(config: Config, tokenizer) -> Path:
     """Return the folder of the set that the settings name. Raises if training cannot start with it."""
     path = Path(config.data_path)
     if is_mixture(path):
         raise SettingsError(f"PREPARE_AHEAD=true does not work with {path}, a mixture; remove one of them")
     folder = shards.prepared_folder(path) or path
     if not folder.exists():
-        raise DataError(f"PRETRAIN_DATA_PATH={path} does not exist; correct it")
-    if needed := lacking(look(folder), config):
+        raise DataError(f"{KINDS[kind_of(config)][0]}={path} does not exist; correct it")
+    if prepared := look(folder):
+        shards.check_manifest(folder, prepared.manifest, tokenizer, kind_of(config))
+    if needed := lacking(folder, config):
         raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
                         "prepares it")
     return folder
 
 
-def token_rows(config: Config, manifest: shards.Manifest, files: Sequence[shards.Shard], tokenizer
-               ) -> TokenRows:
-    """Return the rows of these shards."""
-    start_id = manifest.document_start_id
-    token_set = shards.TokenSet(tuple(files), files[0].path.parent.name, start_id, tokenizer.vocab_size)
-    return TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
+def tokens_of(manifest: shards.Manifest, files: Sequence[shards.Shard], tokenizer) -> shards.TokenSet:
+    """Return these shards as a sequence of tokens."""
+    name = files[0].path.parent.name
+    return shards.TokenSet(tuple(files), name, manifest.document_start_id, tokenizer.vocab_size)
 
 
-@dataclass(frozen=True)
-class StartOfShard(shards.Shard):
-    """The first ids of a shard that is still being written, in memory."""
-
-    ids: Optional[np.ndarray] = None
-
-    def read(self, start: int, count: int, file: Optional[shards.WatchedFile] = None) -> np.ndarray:
-        return self.ids[start:start + count]
+def check_finished(token_set: shards.TokenSet, config: Config, verify: str) -> None:
+    """Compare the finished shards with their hashes, as `verify_files` does."""
+    if finished := tuple(shard for shard in token_set.shards if shard.sha256):
+        shards.verify_files(replace(token_set, shards=finished), verify, cache_of(config))
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """Open one split; of validation, the tokens so far, of which evaluations only read the first rows."""
+    """Open one split; of validation, what is held out so far, of which evaluations read the first rows."""
+    is_text = kind_of(config) == "documents"
     if split == "train":
-        rows = AheadRows(config, tokenizer, verify)
+        rows = (AheadRows if is_text else AheadChats)(config, tokenizer, verify)
         return Rows((rows,), rows, rows.fingerprint)
-    folder = folder_of(config)
-    manifest, held_out, is_complete = look(folder)
-    stream, files = manifest.splits[split], []
-    if is_complete or stream.shards:
-        files = shards.prepared_shards(folder, manifest, split)
-        token_set = token_rows(config, manifest, files, tokenizer).token_set
-        shards.verify_files(token_set, verify, cache_of(config))
-    wanted = config.validation_rows * config.max_seq_len + 1
-    if (unfinished := min(held_out, wanted) - stream.tokens) > 0:
-        path, start = folder / f"{split}-{len(files):05d}.bin", shards.HEADER_BYTES
-        ids = np.fromfile(path, np.dtype(manifest.dtype).newbyteorder("<"), unfinished, offset=start)
-        files.append(StartOfShard(path, manifest.dtype, start, len(ids), ids=ids))
-    rows = token_rows(config, manifest, files, tokenizer)
-    check_rows(config, folder, split, len(rows), f"its {rows.content} fill")
-    digest = hashlib.sha256(rows.token_set.read(0, min(held_out, wanted)).tobytes()).hexdigest()
-    return Rows.of(replace(rows, token_set=replace(rows.token_set, fingerprint=digest)))
+    prepared, row_tokens = look(folder_of(config, tokenizer)), config.max_seq_len
+    wanted = config.validation_rows * row_tokens
+    if is_text:
+        most, marks = wanted + 1, b""  # with the last target
+    else:
+        segments = segments_of(prepared, split)
+        check_finished(segments, config, verify)
+        examples = examples_in(prepared, split, segments)
+        filled = np.cumsum(slots_of(examples, row_tokens))
+        examples = examples.part(0, int(np.searchsorted(filled, wanted)) + 1)
+        most, marks = int(examples.starts[-1]), examples.segments.tobytes()
+    tokens = tokens_of(prepared.manifest, shards_of(prepared, split, most=most), tokenizer)
+    check_finished(tokens, config, verify)
+    read = tokens.read(0, min(most, tokens.tokens)).tobytes()
+    tokens = replace(tokens, fingerprint=hashlib.sha256(read + marks).hexdigest())
+    if is_text:
+        start_id = tokens.document_start_id if config.document_mask else None
+        rows = TokenRows(tokens, row_tokens, start_id)
+    else:
+        examples = replace(examples, tokens=tokens, fingerprint=tokens.fingerprint)
+        rows = ExampleRows(examples, row_tokens, config.document_mask)
+    check_rows(config, prepared.folder, split, len(rows), f"its {rows.content} fill")
+    return Rows.of(rows)
 
 
 class PrepareAhead(Extension):
@@ -191,11 +287,12 @@ class PrepareAhead(Extension):
 
     def compare(self) -> None:
         """Raise CheckpointError if a shard that the run has read is not the same any more."""
-        for before, entry in zip(self.read, self.rows.entries if self.rows else ()):
-            if before != entry.sha256:
+        known = zip(self.read, self.rows.entries, self.rows.hashes) if self.rows else ()
+        for before, entry, now in known:
+            if before != now:
                 raise on_all_ranks(CheckpointError(
                     f"{self.rows.folder / entry.file}: the run has read this shard with SHA-256 "
-                    f"{before[:12]}, and now it has {entry.sha256[:12]}, because the source has changed; "
+                    f"{before[:12]}, and now it has {now[:12]}, because the source has changed; "
                     "restore the source, or start a new run with another RUN_NAME"))
 
     @collective
@@ -210,7 +307,23 @@ class PrepareAhead(Extension):
             with phase("data"):
                 self.wait(run, needed)
         if (count := self.rows.shards_with(needed)) > len(self.read):
-            self.read = [entry.sha256 for entry in self.rows.entries[:count]]
+            self.allow_tokens(run, needed, count)
+            self.read = self.rows.hashes[:count]
+
+    @collective
+    def allow_tokens(self, run: Run, rows: int, count: int) -> None:
+        """Let generation sample the control tokens of shards that are read from now on."""
+        generation = run.inputs.tokenizer.generation
+        unseen = {*generation.get(SUPPRESSED, ())}
+        if not unseen or run.config.training_stage == "pretrain":  # text has no control tokens
+            return
+
+        def seen() -> list[int]:
+            self.rows.has(rows)
+            new = replace(self.rows.token_set, shards=self.rows.opened[len(self.read):count])
+            return sorted(unseen.intersection(new.used_ids().tolist()))
+
+        generation[SUPPRESSED] = sorted(unseen.difference(run.ranks.on_rank0(seen)))
 
     def report(self, run: Run) -> None:
         """Log the end of the preparation, and what it left out."""
@@ -222,7 +335,8 @@ class PrepareAhead(Extension):
                          "prepared")
         elif self.rows.is_complete:
             counts = describe_counts(self.rows.folder, read_prepared(self.rows.folder))
-            for line in (f"The data is prepared; {times_read(run.config, self.rows)}:", *counts):
+            reads = f"{times_read(run.config, self.rows)}{self.rows.shortened}"
+            for line in (f"The data is prepared; {reads}:", *counts):
                 run.log.info(line)
 
     @collective
@@ -234,7 +348,7 @@ class PrepareAhead(Extension):
             failure = "" if ranks.local_rank else why_ended(self.rows.folder)  # before the last look
             self.rows.look()
             self.compare()
-            hashes = [entry.sha256[:16] for entry in self.rows.entries]
+            hashes = [each[:16] for each in self.rows.hashes]
             return len(self.rows), self.rows.is_complete, failure, hashes
 
         while True:

@@ -121,9 +121,12 @@ def prepare_ahead_rules(c: Config) -> Iterator[str]:
     """Check that nothing depends on the size of the data."""
     if not c.prepare_ahead:
         return
-    if c.training_stage != "pretrain":
-        yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain, not with {c.training_stage}, "
-               "whose examples are packed into rows together; remove it")
+    if c.training_stage not in ("pretrain", "sft"):
+        yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain and sft, not with {c.training_stage}, "
+               "which needs all its examples at the start; remove it")
+    if c.lora_enabled and c.lora_train_tokens == "auto":
+        yield ("LORA_TRAIN_TOKENS=auto looks for new tokens in all data before the first step, but with "
+               "PREPARE_AHEAD=true, it is not there yet; set it to none, or to the new control tokens")
     if c.exclude_data:
         yield (f"EXCLUDE_DATA={c.exclude_data} searches all data before the first step, but with "
                "PREPARE_AHEAD=true, it is not there yet; remove one of them")

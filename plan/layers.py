@@ -81,7 +81,8 @@ class Layer:
             self.notes[f"{name}={value}"] = f"{name.upper()}={shortened(value)} is our {ours}"
             value = ours
         first, before = self.values.get(name, (value, ""))
-        if before and not ((is_implied or name in self.implied) and str(first).lower() == str(value).lower()):
+        may_repeat = is_implied or name in self.implied or before == where and where[-1].isdigit()  # YAML
+        if before and not (may_repeat and str(first).lower() == str(value).lower()):
             self.problems.append(f"{where}{shown} is set a second time (first at {before}); keep one")
         else:
             self.implied |= {name} if is_implied and not before else set()
@@ -156,10 +157,11 @@ def read_config_file(path: Path) -> Layer:
     comment = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*')  # the first group: text, which may contain //
     try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
         text = read_text(path, "utf-8-sig")
-        for event in yaml.parse(text) if is_yaml else ():
+        for event in yaml.parse(text) if is_yaml and not OTHER_TRAINERS else ():
             if isinstance(event, yaml.AliasEvent):  # a few lines may stand for gigabytes
                 raise yaml.MarkedYAMLError(None, None, f"write out *{event.anchor}", event.start_mark)
-        content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
+        merge = OTHER_TRAINERS.merge_yaml if OTHER_TRAINERS else lambda node: node
+        content = yaml_content(merge(yaml.compose(text, yaml.SafeLoader))) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
         return Layer(problems=[f"{path}: cannot be read: {error.strerror or error}"])

@@ -194,8 +194,9 @@ def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
     prepared = []
     for source in inputs.rows.sources:
         prepared.append({})  # token files of other programs have no manifest
-        with suppress(OSError, ValueError):
-            prepared[-1] = read_json(source.token_set.folder / "manifest.json").get("settings", {})
+        for name in ("journal.json", "manifest.json"):
+            with suppress(OSError, ValueError):
+                prepared[-1] = read_json(source.token_set.folder / name).get("settings", {})
     return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],
@@ -251,9 +252,8 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
     config = plan.config
     if config.training_stage == "pretrain":
         return []
-    now, prepared = load_chat_format(inputs.tokenizer).sha256, {*data["template"]} - {""}
-    warnings = []
-    if other := prepared - {now}:
+    now, warnings = load_chat_format(inputs.tokenizer).sha256, []
+    if other := {*data["template"]} - {"", now}:
         text = (f"{config.data_path} was prepared with another chat template, SHA-256 {min(other)[:12]}, "
                 f"than that of TOKENIZER_PATH={config.tokenizer_path}, {now[:12]}, with which the model is "
                 "saved")
@@ -261,9 +261,8 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
             raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
                             "the one that it was prepared with")
         warnings.append(text)
-    prompts = {*data["system_prompt"]}
-    if config.system_prompt and prompts != {config.system_prompt}:
-        had = " and ".join(repr(each) for each in sorted(prompts))
+    if config.system_prompt and {*data["system_prompt"]} != {config.system_prompt}:
+        had = " and ".join(repr(each) for each in sorted({*data["system_prompt"]}))
         warnings.append(f"SYSTEM_PROMPT={config.system_prompt!r} has no effect on {config.data_path}, which "
                         f"was prepared with {had}; prepare the data again to use it")
     return warnings
@@ -296,8 +295,7 @@ def adapters_sha256(folder: Path) -> str:
 
 
 def identity_of_teacher(folder: Path) -> str:
-    content = read_json(folder / "config.json")
-    return json_sha256([weights_sha256(folder), content])
+    return json_sha256([weights_sha256(folder), read_json(folder / "config.json")])
 
 
 def identity_of_start(folder: Path) -> dict[str, str]:

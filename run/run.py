@@ -24,7 +24,7 @@ from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
-from common.files import commit, disk_errors, sync_folder
+from common.files import commit, disk_errors, sync, sync_folder
 from common.text import counted
 from config import Config
 from dataloaders import RowOrder, Rows, load_steps, validation_batches
@@ -248,6 +248,7 @@ def start_writing(run: Run) -> None:
             store.check_room(run.folder, 0)
             (run.folder / "tmp-probe").mkdir(exist_ok=True)  # what saving needs, before the first step
             (run.folder / "tmp-probe").rename(run.folder / "tmp-renamed").rmdir()
+            sync(run.folder / run_folder.LOCK)
             sync_folder(run.folder)
             if aside := run_folder.archive_run(run.folder, config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")

@@ -93,6 +93,8 @@ def numbered(rows: SourceRows) -> SourceRows:
     """Return a source's rows with document ids regardless of DOCUMENT_MASK, and without stored outputs."""
     while hasattr(rows, "rows"):
         rows = rows.rows
+    if isinstance(rows, Rows):  # of PREPARE_AHEAD, by shard
+        return rows.map(numbered)
     if rows.example_set is None:
         return replace(rows, document_start_id=rows.token_set.document_start_id)
     rows = copy.copy(rows)
@@ -104,6 +106,8 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
     """Return the file of a document in a row, and the place in it, given its first token and its id."""
     (number,), (row,) = rows.locate(np.array([row]))
     source = rows.sources[number]
+    if isinstance(shards := getattr(source, "rows", None), Rows):
+        return place_of(shards, int(row), token, document)
     if source.example_set:
         examples, kind = source.examples_in(row).tolist(), source.example_set.kind
         index = (document - 1) // (2 if kind == "pairs" else 1)

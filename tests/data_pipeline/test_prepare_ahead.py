@@ -1,4 +1,7 @@
-"""PREPARE_AHEAD: a run on data that is still being prepared is the run on the same data, prepared before."""
+"""PREPARE_AHEAD: a run on data that is still being prepared is the run on the same data, prepared before.
+
+The tests with a `kind` hold for text and for chats.
+"""
 
 import json
 import os
@@ -6,36 +9,55 @@ import re
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from commands import Command
 from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
+from test_packed_rows import PROMPT, WORDS, write
 
 from common.activity import ACTIVITY
 from common.errors import DataError
 from config import Config
 from data_pipeline import prepare as preparation
-from data_pipeline.shards import MANIFEST
+from data_pipeline.chats import open_example_set
+from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
+from dataloaders import ExampleRows, Rows
 from extensions import prepare_ahead
-from extensions.preparation import look, rows_in, why_ended
+from extensions.debug.replay import numbered, place_of
+from extensions.preparation import look, slots_of, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
-from tokenizer import load_tokenizer
+from tokenizer import SUPPRESSED, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-AHEAD = {"PREPARE_AHEAD": "true", "HELLASWAG_EVERY": 0}
-SHARD = 600  # tokens, or 18 rows of 32: a step of 8 rows often reads two shards
+AHEAD = {"PREPARE_AHEAD": "true", "HELLASWAG_EVERY": 0, "VALIDATION_ROWS": 2}  # rows that are held out early
+# Tokens of a shard: 18 rows of 32 tokens of text, or of 128 tokens of chats. A step of 8 rows often reads two shards.
+SHARDS = {"documents": 600, "chats": 2300}
+# Such rows hold one chat to three; some chats are cut, and those with long questions are left out.
+CHATS = {"TRAINING_STAGE": "sft", "RANDOM_INIT": "true", "MAX_SEQ_LEN": 128, "TOTAL_BATCH_SIZE": 1024}
 
 
-def write_source(folder, documents=120, bad=None):
+def write_source(folder, documents=None, bad=None, kind="documents"):
     """Write JSON lines, of which line `bad`, counted from 1, is not JSON."""
+    documents = documents or (120 if kind == "documents" else 240)
     folder.mkdir(parents=True, exist_ok=True)
     dice = Random(3)
-    path = Path(write_jsonl(folder / "text.jsonl", ({"text": f"{number}: {sentence(dice)} {sentence(dice)}"} for number in range(documents))))
+
+    def record(number):
+        text = f"{number}: {sentence(dice)}"
+        if kind == "documents":
+            return {"text": f"{text} {sentence(dice)}"}
+        asked, answer = text * (5 if number % 40 == 30 else 1), text[:1 + 7 * number % 23] * (9 if number % 40 == 10 else 1)
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+    path = Path(write_jsonl(folder / "text.jsonl", map(record, range(documents))))
     lines = path.read_text().splitlines()
     if bad:
         lines[bad - 1] = lines[bad - 1][:-9]
@@ -43,8 +65,9 @@ def write_source(folder, documents=120, bad=None):
     return path
 
 
-def prepare(source, tokenizer, output, ahead=True, **options):
-    return prepare_set("documents", str(source), output, PreparationOptions(str(tokenizer), "auto", SHARD, 0.1, workers=1, ahead=ahead, **options))
+def prepare(source, tokenizer, output, ahead=True, kind="documents", **options):
+    options = PreparationOptions(str(tokenizer), "auto", SHARDS[kind], 0.1, workers=1, ahead=ahead, **options)
+    return prepare_set(kind, str(source), output, options)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +76,22 @@ def small_chunks(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, prepared):
+def kind(request):
+    """The kind of data: documents, unless a test asks for others."""
+    return getattr(request, "param", "documents")
+
+
+both_kinds = pytest.mark.parametrize("kind", [*SHARDS], indirect=True, scope="module")
+of_chats = pytest.mark.parametrize("kind", ["chats"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, prepared, kind):
     """A complete set of several small shards."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "CHUNK_CHARACTERS", 300)
-        return prepare(write_source(folder), prepared.tokenizer, folder / "sets")
+        return prepare(write_source(folder, kind=kind), prepared.tokenizer, folder / "sets", kind=kind)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +112,17 @@ def publish(whole, folder, shards, held_out=0):
         preparation.write_json(folder / MANIFEST, manifest)
         return
     finished = train["shards"][:shards]
-    tokens = sum(shard["tokens"] for shard in finished)
-    splits = {"train": {**train, "tokens": tokens + 7, "shards": finished},
-              "validation": {**manifest["splits"]["validation"], "shards": manifest["splits"]["validation"]["shards"][:held_out]}}
+    validation = manifest["splits"]["validation"]
+    splits = {"train": {**train, "tokens": sum(shard["tokens"] for shard in finished) + 7, "shards": finished},
+              "validation": {**validation, "shards": validation["shards"][:held_out]}}
+    for stream in [split["segments"] for split in splits.values() if "segments" in split]:
+        stream["shards"] = []  # they are still in their first shard
     preparation.write_json(folder / preparation.JOURNAL, {**manifest, "splits": splits})
+
+
+def patch_sleep(monkeypatch, sleep):
+    """Replace `sleep` in prepare_ahead.py alone: other threads sleep, too."""
+    monkeypatch.setattr(prepare_ahead, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
 
 def grow_when_waited_for(monkeypatch, whole, folder, first):
@@ -97,13 +137,19 @@ def grow_when_waited_for(monkeypatch, whole, folder, first):
             published.append(published[-1] + 1)
             publish(whole, folder, published[-1])
 
-    monkeypatch.setattr(prepare_ahead.time, "sleep", sleep)
+    patch_sleep(monkeypatch, sleep)
     monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
     return published
 
 
-def ahead_run(prepared, folder, data, **settings):
-    return TinyRun(prepared, folder, **AHEAD, PRETRAIN_DATA_PATH=data, **settings)
+def settings_of(data, kind=None):
+    """The settings of a run on a source of a kind, or on a set."""
+    kind = kind or ("chats" if [*data.glob("*-segments-*")] else "documents")
+    return {**CHATS, "SFT_DATA_PATH": data} if kind == "chats" else {"PRETRAIN_DATA_PATH": data}
+
+
+def ahead_run(prepared, folder, data, kind=None, **settings):
+    return TinyRun(prepared, folder, **{**AHEAD, **settings_of(data, kind), **settings})
 
 
 def steps_of(run):
@@ -114,19 +160,21 @@ def held_out_losses(run):
     return {step: loss for step, loss in run.column("val_loss").items()}
 
 
-def test_the_journal_lists_shards_as_they_are_finished(tmp_path, prepared, monkeypatch):
-    source, seen = write_source(tmp_path), []
+@both_kinds
+def test_the_journal_lists_shards_as_they_are_finished(tmp_path, prepared, monkeypatch, kind):
+    source, seen = write_source(tmp_path, kind=kind), []
     original = preparation.write_json
     monkeypatch.setattr(preparation, "write_json", lambda path, content: (original(path, content), path.name == preparation.JOURNAL
                                                                           and seen.append(look(path.parent))))
-    folder = prepare(source, prepared.tokenizer, tmp_path / "ahead", journal_seconds=PATIENCE)
+    folder = prepare(source, prepared.tokenizer, tmp_path / "ahead", kind=kind, journal_seconds=PATIENCE)
     complete = look(folder)
     assert complete.is_complete and len(seen) >= 3 and not any(each.is_complete for each in seen)
     listed = complete.manifest.splits["train"].shards
     assert [len(each.manifest.splits["train"].shards) for each in seen] == [*range(1, len(seen) + 1)], "each shard at once"
     assert all(each.manifest.splits["train"].shards == listed[:number] for number, each in enumerate(seen, 1))
-    assert [each.held_out for each in seen] == sorted(each.held_out for each in seen) and seen[0].held_out > 0
-    other = prepare(source, prepared.tokenizer, tmp_path / "later", ahead=False)
+    held_out = [each.written["validation"] for each in seen]
+    assert held_out == sorted(held_out) and held_out[0] > 0
+    other = prepare(source, prepared.tokenizer, tmp_path / "later", ahead=False, kind=kind)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {path.name: path.read_bytes() for path in other.iterdir()}
 
 
@@ -166,12 +214,18 @@ def test_no_shard_has_what_follows_a_bad_record(tmp_path, prepared, workers):
     assert not found.is_complete and len(listed) < len(corrected.manifest.splits["train"].shards)
 
 
-def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, whole):
-    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+def opened(prepared, folder, split, **settings):
+    """The rows of a split of a set, which may be in preparation."""
+    settings = {name.lower(): str(value) for name, value in ({"MAX_SEQ_LEN": 32, "TOTAL_BATCH_SIZE": 256} | settings_of(folder)).items()} | settings
+    config = Config(prepare_ahead=True, micro_batch_size=2, **settings)
+    rows = prepare_ahead.open_rows(config, split, load_tokenizer(str(prepared.tokenizer), "auto"), "auto")
+    return rows.sources[0]
 
+
+@both_kinds
+def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, whole, kind):
     def rows(folder):
-        config = Config(pretrain_data_path=str(folder), prepare_ahead=True, max_seq_len=32, total_batch_size=256, validate_every=0)
-        return prepare_ahead.AheadRows(config, tokenizer, "auto")
+        return opened(prepared, folder, "train", validate_every=0)
 
     complete = rows(whole)
     count = len(complete)
@@ -185,57 +239,61 @@ def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, w
     assert [complete.shards_with(end) for end in complete.ends] == [*range(1, len(ends))] and complete.shards_with(10**9) == len(ends) - 1
     assert [complete.shards_with(end + 1) for end in ends[:-1]] == [*range(1, len(ends))]
     orders = [tuple(order[first:end] - first) for first, end in zip(ends, ends[1:])]
-    assert len({*orders}) == len(orders) > len({*map(len, orders)}), "equal shards have other orders"
+    assert len({*orders}) == len(orders), "each shard has its own order"
+    assert kind == "chats" or len(orders) > len({*map(len, orders)}), "and there are equal ones"
     for shards in range(1, len(complete.entries)):
         publish(whole, tmp_path / f"part-{shards}", shards)
         part = rows(tmp_path / f"part-{shards}")
-        known = (sum(entry.tokens for entry in complete.entries[:shards]) - 1) // 32
+        known = (sum(entry.tokens for entry in complete.entries[:shards]) - 1) // 32 if kind == "documents" else complete.ends[shards - 1]
         assert len(part) == known and part.has(known) and not part.has(known + 1)
         assert np.array_equal(part.rows_at(np.arange(known), seed=5), order[:known])
-        batch, same = part(order[:8]), complete(order[:8])
-        assert batch.tokens_BT.equal(same.tokens_BT) and batch.document_ids_BT.equal(same.document_ids_BT)
+        for batch, same in zip(vars(part(order[:8])).values(), vars(complete(order[:8])).values()):
+            assert torch.equal(batch, same) if torch.is_tensor(batch) else batch == same
         assert part.fingerprint == complete.fingerprint
 
 
 def test_validation_is_that_of_the_whole_set_while_its_last_shard_is_written(tmp_path, prepared):
-    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    whole = prepare_set("documents", str(write_source(tmp_path)), tmp_path / "sets", PreparationOptions(str(prepared.tokenizer), "auto", SHARD, 0.3, workers=1))
+    options = PreparationOptions(str(prepared.tokenizer), "auto", SHARDS["documents"], 0.3, workers=1)
+    whole = prepare_set("documents", str(write_source(tmp_path)), tmp_path / "sets", options)
     publish(whole, tmp_path / "grows", 2, held_out=2)
     files = json.loads((whole / MANIFEST).read_text())["splits"]["validation"]["shards"]
     tokens = np.concatenate([np.fromfile(whole / each["file"], "<u2", offset=1024) for each in files])
     assert len(files) == 3
     for folder in (whole, tmp_path / "grows"):
-        config = Config(pretrain_data_path=str(folder), prepare_ahead=True, max_seq_len=32, total_batch_size=256, validation_rows=40, validate_every=1)
-        rows = prepare_ahead.open_rows(config, "validation", tokenizer, "auto")
+        rows = opened(prepared, folder, "validation", validation_rows=40, validate_every=1)
         assert rows(np.arange(40)).targets_BT.flatten().tolist() == tokens[1:40 * 32 + 1].tolist()
 
 
-def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd):
+@both_kinds
+def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd, kind):
     assert "Waiting for data" not in (before.folder / "log" / "rank-0.txt").read_text()
     published = grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
     meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows").trained()
     assert len(published) > 2
     out = capfd.readouterr().out
-    assert "Waiting for data: step 3 needs more than 600 tokens in 1 shard" in out
+    assert f"Waiting for data: step 3 needs more than {SHARDS[kind]:,} tokens in 1 shard" in out
     assert steps_of(meanwhile) == steps_of(before) and len(steps_of(before)) == 6
     assert held_out_losses(meanwhile) == held_out_losses(before) and len(held_out_losses(before)) > 2
     assert meanwhile.hashes(6) == before.hashes(6)
     card = (meanwhile.checkpoint(6) / "README.md").read_text()
     assert "text.jsonl" in card and "token files" not in card
-    usual = TinyRun(prepared, tmp_path / "usual", PRETRAIN_DATA_PATH=whole, HELLASWAG_EVERY=0)
+    usual = ahead_run(prepared, tmp_path / "usual", whole, PREPARE_AHEAD="false")
     assert usual.train() == 0 and steps_of(usual) != steps_of(before), "without PREPARE_AHEAD, rows are shuffled over all shards"
 
 
-def test_a_run_reads_the_data_again_once_it_is_complete(tmp_path, prepared, whole, monkeypatch):
+@both_kinds
+def test_a_run_reads_the_data_again_once_it_is_complete(tmp_path, prepared, whole, monkeypatch, kind):
     """With more steps than a pass has."""
-    before, meanwhile = ahead_run(prepared, tmp_path / "before", whole), ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows")
-    changes = {"TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 16, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}
-    assert 6 * 32 > rows_in(look(whole).tokens, 32) > 32
-    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 2)
+    before, meanwhile = ahead_run(prepared, tmp_path / "before", whole), ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows", kind)
+    rows = len(opened(prepared, whole, "train", validate_every=0))
+    changes = {"TOTAL_BATCH_SIZE": 32 * int(before.settings["MAX_SEQ_LEN"]), "MICRO_BATCH_SIZE": 16, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}
+    assert 6 * 32 > rows > 32
+    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 3)
     assert before.train(**changes) == meanwhile.train(**changes) == 0
     assert steps_of(meanwhile) == steps_of(before)
 
 
+@both_kinds
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path, prepared, whole, before, monkeypatch, finished):
     """Also if the preparation was finished in between."""
@@ -248,6 +306,7 @@ def test_a_resumed_run_is_the_same(tmp_path, prepared, whole, before, monkeypatc
     assert steps_of(run) == steps_of(before) and run.hashes(6) == before.hashes(6)
 
 
+@both_kinds
 def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared, whole, before, capfd):
     """And the run resumes with the corrected source, if the shards that it has read are the same."""
     data = tmp_path / "grows" / "0123456789abcdef"
@@ -269,30 +328,122 @@ def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared,
 def test_a_signal_ends_the_wait_with_a_checkpoint(tmp_path, prepared, whole, monkeypatch):
     publish(whole, tmp_path / "grows", 1)
     monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
-    monkeypatch.setattr(prepare_ahead.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    patch_sleep(monkeypatch, lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows", SAVE_EVERY=0)
     assert run.train() == EXIT_PREEMPTED and run.steps_saved() == [2]
 
 
-def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared, whole, capfd):
+@both_kinds
+def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared, whole, capfd, kind):
     run = ahead_run(prepared, tmp_path / "run", whole)
     assert run.train(STOP_STEP=4) == 0
-    source = write_source(tmp_path / "changed")
+    source = write_source(tmp_path / "changed", kind=kind)
     lines = source.read_text().splitlines()
-    changed = [*lines[:17], *lines[18:]]  # in the second shard
+    left_out = 17 if kind == "documents" else 50
+    changed = [*lines[:left_out], *lines[left_out + 1:]]  # in the second shard
     source.write_text("\n".join(changed) + "\n")
-    other = prepare(source, prepared.tokenizer, tmp_path / "changed")
+    other = prepare(source, prepared.tokenizer, tmp_path / "changed", kind=kind)
     actual, reference = (look(folder).manifest.splits["train"].shards for folder in (whole, other))
     assert actual[0] == reference[0] and actual[1] != reference[1]
     ledger = run.lines("ledger")
-    assert run.train(PRETRAIN_DATA_PATH=other) == 5
-    assert f"{reference[1].file}: the run has read this shard with SHA-256 {actual[1].sha256[:12]}" in capfd.readouterr().err
+    assert run.train(**settings_of(other)) == 5
+    error = capfd.readouterr().err
+    assert f"{reference[1].file}: the run has read this shard with SHA-256" in error
+    assert kind == "chats" or actual[1].sha256[:12] in error, "of chats, it is also the hash of what is a target"
     assert run.lines("ledger") == ledger and run.train() == 0
     source.write_text("\n".join([*lines[:-1], lines[0]]) + "\n")  # in the last shard, which the run does not reach
     later = ahead_run(prepared, tmp_path / "later", whole)
     assert later.train(STOP_STEP=4) == 0
-    assert later.train(PRETRAIN_DATA_PATH=prepare(source, prepared.tokenizer, tmp_path / "changed")) == 0
+    assert later.train(**settings_of(prepare(source, prepared.tokenizer, tmp_path / "changed", kind=kind))) == 0
     assert steps_of(later) == steps_of(run)
+
+
+def test_other_targets_with_the_same_tokens_are_other_chats(tmp_path, prepared):
+    def shards(folder, train):
+        folder.mkdir()
+        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "Why? Cat. And? Dog.".split())]
+        turns[1]["train"] = train
+        source = write_jsonl(folder / "chats.jsonl", ({"messages": [{"role": "user", "content": f"{number}?"}, *turns[1:]]} for number in range(60)))
+        return opened(prepared, prepare(source, prepared.tokenizer, folder / "sets", kind="chats"), "train", validate_every=0)
+
+    one, other = shards(tmp_path / "one", True), shards(tmp_path / "other", False)
+    assert one.entries == other.entries and len(one.entries) > 1
+    assert {*one.hashes}.isdisjoint(other.hashes) and one.fingerprint != other.fingerprint
+
+
+@of_chats
+def test_a_chat_is_packed_with_those_that_end_in_the_same_shard(prepared, whole, kind):
+    """Compared with the chats as they are stored; those that start in an earlier shard are whole, too."""
+    rows, tokenizer = opened(prepared, whole, "train", validate_every=0), load_tokenizer(str(prepared.tokenizer), "auto")
+    stored, ends = open_example_set(whole, "train", "chats", tokenizer), np.cumsum([entry.tokens for entry in rows.entries])
+    expected = [[] for _ in rows.entries]
+    for number in range(len(stored)):
+        if stored.first_targets[number] <= 128:
+            expected[np.searchsorted(ends, stored.starts[number + 1])].append(stored.read(number)[0][:129].tolist())
+    rows.has(len(rows))
+    assert sum(map(len, expected)) < len(stored) == sum(map(len, rows.parts)), "some have too long questions"
+    assert rows.shortened == f", {sum(len(ids) == 129 for each in expected for ids in each)} cut to MAX_SEQ_LEN=128, {len(stored) - sum(map(len, expected))} too long and left out"
+    for first, end, chats in zip([0, *rows.ends], rows.ends, expected):
+        found, batch = [], rows(np.arange(first, end))
+        for tokens_T, targets_T, ids_T in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT):
+            for inside in [ids_T == document for document in range(1, int(ids_T.max()) + 1) if targets_T[ids_T == document].max() > 0]:
+                found.append(tokens_T[inside].tolist() + targets_T[inside][-1:].tolist())
+        assert sorted(found) == sorted(chats)
+
+
+def test_the_slots_of_chats_are_those_of_the_rows(tmp_path):
+    """Of all lengths of question and answer around those that fill a row of five tokens."""
+    examples = [[(PROMPT, prompt * [5]), (WORDS, answer * [6])] for prompt in range(1, 8) for answer in range(1, 8)]
+    stored = open_example_set(write(tmp_path / "set", "chats", examples), "train", "chats", TokenizerInfo(100, "abc"))
+    slots, rows = slots_of(stored, 5), ExampleRows(stored, 5)
+    assert ((slots > 0).sum(), (slots == 0).sum(), slots.sum()) == (rows.examples, rows.left_out, rows.tokens)
+
+
+def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp_path):
+    """80 is in the second of three shards of 20 rows, 81 in the third, and 82 in none."""
+    rare = {30: 80, 50: 81}
+    examples = [[(PROMPT, [5, rare.get(number, 6)]), (WORDS, [7, 8, 9])] for number in range(60)]
+    folder = write(tmp_path / "set", "chats", examples, cuts=((100, 200), ()))
+    config = Config(prepare_ahead=True, training_stage="sft", sft_data_path=str(folder), max_seq_len=4, total_batch_size=32, micro_batch_size=8, validate_every=0)
+    extension, generation = prepare_ahead.PrepareAhead(), {SUPPRESSED: [80, 81, 82]}
+    extension.rows, extension.was_reported = prepare_ahead.AheadChats(config, TokenizerInfo(100, "abc"), "auto"), True
+    ranks = SimpleNamespace(on_rank0=lambda make: make(), gather_or_raise=lambda make: [make()], local_rank=0)
+    run = SimpleNamespace(config=config, ranks=ranks, inputs=SimpleNamespace(tokenizer=SimpleNamespace(generation=generation)))
+    unseen = []
+    for step in range(8):
+        run.progress = SimpleNamespace(step=step)
+        extension.step_begin(run)
+        unseen.append(generation[SUPPRESSED])
+    assert extension.rows.ends == [20, 40, 60]
+    assert unseen == 2 * [[80, 81, 82]] + 3 * [[81, 82]] + 3 * [[82]]
+    assert extension.read == extension.rows.hashes
+
+
+@of_chats
+def test_a_replay_finds_a_chat_in_its_shard_and_numbers_all_documents(prepared, whole, kind):
+    source = opened(prepared, whole, "train", validate_every=0, document_mask=False)
+    rows, first = Rows((source,), source, source.fingerprint), source.ends[0]
+    assert source.has(first + 1) and rows(np.array([first])).document_ids_BT is None
+    assert numbered(source)(np.array([first])).document_ids_BT[0, 0] == 1
+    example = source.rows.sources[1].examples_in(0)[0]
+    assert place_of(rows, first, 0, 1) == f"example {example} of {whole / source.entries[1].file} (chats)"
+
+
+@of_chats
+@pytest.mark.parametrize("rows", [1, 3, 500])
+def test_held_out_chats_are_the_first_that_fill_the_rows(tmp_path, prepared, whole, kind, rows):
+    """While more are written, and with fewer than asked for once the set is complete."""
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+    stored = open_example_set(whole, "validation", "chats", tokenizer)
+    slots = [min(129, end - start) - 1 for start, end in zip(stored.starts, stored.starts[1:])]
+    filled = [number for number in range(1, len(slots) + 1) if sum(slots[:number]) >= rows * 128] or [len(slots)]
+    publish(whole, tmp_path / "grows", 2)
+    for folder in (whole, *[tmp_path / "grows"] * (rows < 500)):
+        packed = opened(prepared, folder, "validation", validation_rows=rows, validate_every=1)
+        assert packed.example_set.starts.tolist() == stored.starts[:filled[0] + 1].tolist()
+        assert len(packed) >= min(rows, len(packed)) and all(
+            np.array_equal(one, other) for number in range(filled[0]) for one, other in zip(packed.example_set.read(number), stored.read(number)))
+    assert len(packed) >= rows or filled[0] == len(stored)
 
 
 @pytest.mark.parametrize("shard", [1, -1])
@@ -313,6 +464,7 @@ def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepa
 
 
 @pytest.mark.slow
+@both_kinds
 def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
     """Resumed on one rank, the steps read the same rows."""
     data = tmp_path / "grows" / "0123456789abcdef"
@@ -333,7 +485,7 @@ def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
 @pytest.mark.parametrize("settings, message", [
     ({"EPOCHS": 2, "MAX_STEPS": None}, "needs MAX_STEPS, the length of the run"),
     ({"MAX_STEPS": None}, "PREPARE_AHEAD=true needs MAX_STEPS"),
-    ({"TRAINING_STAGE": "sft", "RANDOM_INIT": "true"}, "works with TRAINING_STAGE=pretrain, not with sft")])
+    ({"TRAINING_STAGE": "dpo", "RANDOM_INIT": "true"}, "works with TRAINING_STAGE=pretrain and sft, not with dpo")])
 def test_what_needs_all_data_is_refused(tmp_path, prepared, whole, capfd, settings, message):
     run = ahead_run(prepared, tmp_path / "run", whole)
     for name in [name for name, value in settings.items() if value is None]:
@@ -368,12 +520,13 @@ if any("extensions.preparation" in argument for argument in sys.orig_argv):
 
 
 @pytest.mark.slow
-def test_a_killed_command_resumes_preparation_and_training(tmp_path, prepared, before):
+@both_kinds
+def test_a_killed_command_resumes_preparation_and_training(tmp_path, prepared, before, kind):
     """Whatever kills the launcher also ends the preparation, whose shards stay."""
-    run, source = ahead_run(prepared, tmp_path / "runs", write_source(tmp_path)), tmp_path / "site" / "sitecustomize.py"
+    run, source = ahead_run(prepared, tmp_path / "runs", write_source(tmp_path, kind=kind), kind), tmp_path / "site" / "sitecustomize.py"
     source.parent.mkdir()
     source.write_text(SLOW)
-    flags = [*run.argv(SHARD_TOKENS=SHARD, VALIDATION_FRACTION=0.1, PREPARATION_WORKERS=1), "--output", tmp_path / "runs" / "sets"]
+    flags = [*run.argv(SHARD_TOKENS=SHARDS[kind], VALIDATION_FRACTION=0.1, PREPARATION_WORKERS=1), "--output", tmp_path / "runs" / "sets"]
     path = {"PYTHONPATH": f"{source.parent}{os.pathsep}{os.environ['PYTHONPATH']}"}
     command = Command(run, ROOT / "scripts" / "run.py", *flags, env=path)
     wait_until(lambda: "Waiting for data" in command.text(), command.text)
@@ -390,6 +543,6 @@ def test_a_killed_command_resumes_preparation_and_training(tmp_path, prepared, b
 @pytest.mark.slow
 def test_a_bad_record_in_the_first_shard_is_an_error_before_the_start(tmp_path, prepared):
     run = ahead_run(prepared, tmp_path / "runs", write_source(tmp_path, bad=3))
-    command = Command(run, ROOT / "scripts" / "run.py", *run.argv(SHARD_TOKENS=SHARD), "--output", tmp_path / "runs" / "sets")
+    command = Command(run, ROOT / "scripts" / "run.py", *run.argv(SHARD_TOKENS=SHARDS["documents"]), "--output", tmp_path / "runs" / "sets")
     assert command.wait() == 3
     assert re.search(r"^error: .*text\.jsonl:3: not valid JSON", command.text(), re.MULTILINE) and "Traceback" not in command.text()

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import fields, replace
+from functools import partial
 
 import huggingface_hub
 import pandas
@@ -129,6 +130,26 @@ def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, s
     assert [*rows_of(path, start=sources.Position(record=3))[0]] == found[3:]
 
 
+def test_all_writings_of_a_text_are_held_out_together():
+    """Case as Unicode folds it, ligatures, accents in two forms and any white space."""
+    assert sources.identity_of(" STRASSE\u00a0\n\ufb01ne e\u0301") == sources.identity_of("straße fine \u00e9") == "strasse fine \u00e9"
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.jsonl", "x.jsonl.gz", "x.json", "x.parquet"])
+def test_reading_goes_on_with_the_record_at_whose_position_it_stopped(tmp_path, name):
+    """In either of two files, and also on the lines of values with line ends and of blank lines."""
+    for number in range(2):
+        table, path = pandas.DataFrame({"text": [f"{number} {row}\nword" for row in range(5)]}), tmp_path / f"{number}-{name}"
+        {".csv": partial(table.to_csv, index=False), ".json": partial(table.to_json, orient="records"), ".parquet": table.to_parquet}.get(
+            path.name.replace(".gz", "").removeprefix(f"{number}-x"), partial(table.to_json, orient="records", lines=True))(path)
+    reading = Reading()
+    found = [(record, reading.item or reading.position) for record in read_records(Source(path=str(tmp_path)), reading)]
+    assert len(found) == 10
+    for index, (_, position) in enumerate(found):
+        after = [*read_records(Source(path=str(tmp_path)), Reading(start=position))]
+        assert after == [record for record, _ in found[index:]]
+
+
 @pytest.mark.parametrize("content, reason", [
     (b"text,id\nfirst,1\na,b,2\nlast,3\n", ":3: has 3 values for 2 columns; values with ',' or line ends must be in quotes"),
     (b"text,id\nfirst,1\nun tres bel \xe9t\xe9,2\nlast,3\n", ":3: has bytes that are not UTF-8; correct the data.* convert it with: iconv -f WINDOWS-1252"),
@@ -242,11 +263,13 @@ def test_the_names_of_splits_may_have_capitals(tmp_path):
     ("wikitext", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n", " = B = \nthree"]),
     ("---", [" = A = \n\none\ntwo\n\n = = sub = = \n", " = B = \nthree"]),
 ])
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_text_is_cut_into_documents_as_asked(tmp_path, documents, expected, newline):
     path = tmp_path / "x.txt"
-    path.write_text(" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree", newline=newline)
-    assert texts_of(path, documents=documents)[0] == expected
+    text = " = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree"
+    for end in ("\n", ""):
+        path.write_text(text + end, newline=newline)
+        assert texts_of(path, documents=documents)[0] == [*expected[:-1], expected[-1] + end]
     with pytest.raises(DataError, match="no line equals 'paragraphs'.* whole, line, blank, wikitext"):
         texts_of(path, documents="paragraphs")
 

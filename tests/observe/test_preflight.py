@@ -308,6 +308,8 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     assert "keeping 3 checkpoints" in check.describe_disk(config.model_copy(update={"keep_last": 1}), size)
     with pytest.raises(SettingsError, match="keeping 5 checkpoints"):  # those of steps 3 and 6, too
         check.describe_disk(config.model_copy(update={"keep_last": 1, "keep_every": 3}), size)
+    with pytest.raises(SettingsError, match="keeping 6 checkpoints"):  # all, which are not counted twice
+        check.describe_disk(config.model_copy(update={"keep_every": 1}), size)
     earlier = tmp_path / config.run_name / "checkpoints" / "step-00000002"
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(bytes(3 * size))

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from factories import model_without_weights
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -31,6 +32,7 @@ from config import (
 )
 from parallel import process
 from parallel.process import first_on_machine
+from plan import layers
 from plan.command_line import describe_settings, exit_with, export, find_run, help_text, plan_on_rank0
 from plan.layers import PRESETS_DIR, SEPARATORS, read_env_file
 from plan.make import make_plan, peek
@@ -537,7 +539,9 @@ def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, message):
 
 def test_the_rules_of_an_extension_are_checked_if_extensions_names_it():
     flags = ("--tokenizer-path", "t", "--prepare-ahead", "true", "--max-steps", "2", "--training-stage", "sft", "--sft-data-path", "d", "--random-init", "true")
-    assert any("PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain" in line for line in problems(*flags)), "which the setting itself names"
+    lora = (*flags, "--lora-enabled", "true", "--pretrain-checkpoint", "base", "--random-init", "false")
+    assert any("LORA_TRAIN_TOKENS=auto looks for new tokens in all data" in line for line in problems(*lora)), "which the setting itself names"
+    load(*flags)
     assert not [line for line in problems("--extensions", "guards", "--reward", "magic", "--seed", "-1") if "REWARD" in line]
     rewarded = ("--training-stage", "grpo", "--grpo-data-path", "d", "--tokenizer-path", "t", "--instruct-checkpoint", "base", "--reward", "magic")
     assert [line.split(":")[0] for line in problems(*rewarded)] == ["REWARD=magic"]
@@ -581,7 +585,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--min-learning-rate", "1"), "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"),
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
-    (("--run-name", "../x"), "OUTPUT_DIR"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
+    (("--run-name", "../x"), "OUTPUT_DIR"), (("--run-name", "-rf"), "RUN_NAME='-rf' must be a folder name of letters"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
     (("--distributed-timeout", "0"), "DISTRIBUTED_TIMEOUT=0"), (("--loss-spike-policy", "explode"), "'warn', 'skip'"),
     (("--drift-check-every", "-1"), "DRIFT_CHECK_EVERY=-1"), (("--max-steps", "9" * 5000), f"MAX_STEPS={'9' * 77}..."),
     (("--output-dir=",), "OUTPUT_DIR is empty"),
@@ -846,13 +850,67 @@ def test_any_json_file_loads_or_is_an_error_for_the_user(content):
     loads_or_raises(["--config", "any.json"], DATA)
 
 
-def test_aliases_in_yaml_are_refused_before_they_are_expanded():
+@pytest.mark.parametrize("extensions, problem", [(True, "bomb.yaml:1: not valid YAML: its aliases stand for more than 100,000 values"), (False, "bomb.yaml:2: not valid YAML: write out *a0")])
+def test_aliases_in_yaml_are_refused_before_they_stand_for_gigabytes(extensions, problem, monkeypatch):
+    monkeypatch.setattr(layers, "OTHER_TRAINERS", layers.OTHER_TRAINERS if extensions else None)
     levels = [f"a{n}: &a{n} [{8 * f'*a{n - 1}, '}x]\n" for n in range(1, 12)]
     Path("bomb.yaml").write_text("a0: &a0 [x, x]\n" + "".join(levels))
-    (problem,) = problems("--config", "bomb.yaml")
-    assert problem.startswith("bomb.yaml:2: not valid YAML: write out *a0")
-    Path("merge.yaml").write_text("base: &base\n  max_steps: 3\nrun:\n  <<: *base\n")
-    assert "merge.yaml:4" in problems("--config", "merge.yaml")[0]
+    assert problems("--config", "bomb.yaml")[0].startswith(problem)
+    merges = [f"a{n}: &a{n} {{<<: [{', '.join(8 * [f'*a{n - 1}'])}], k{n}: {8 * f'{n}'}}}\n" for n in range(1, 40)]
+    Path("merge.yaml").write_text("a0: &a0 {k0: 1}\n" + "".join(merges))  # not a bomb: each level has one name more
+    assert any("not valid YAML" in line for line in problems("--config", "merge.yaml")) != extensions
+
+
+MERGED = """
+base: &base {seed: 1, max-steps: 3, more: [1, 2]}
+other: &other
+  seed: 2
+  ? ffn_dim
+  : 5
+  <<: *base
+last: {seed: 4, <<: *other}
+alias: *other
+text: {"<<": 7}
+"""
+# The example of "Merge Key Language-Independent Type for YAML 1.1", where the last four are equal.
+SPECIFIED = """
+- &CENTER { x: 1, y: 2 }
+- &LEFT { x: 0, y: 2 }
+- &BIG { r: 10 }
+- &SMALL { r: 1 }
+- { x: 1, y: 2, r: 10, label: center/big }
+- { << : *CENTER, r: 10, label: center/big }
+- { << : [ *CENTER, *BIG ], label: center/big }
+- { << : [ *BIG, *LEFT, *SMALL ], x: 1, label: center/big }
+"""
+
+
+def test_yaml_is_merged_as_specified():
+    def plain(content):
+        if isinstance(content, tuple):
+            assert len({name for name, *_ in content}) == len(content)
+            return {name: plain(value) for name, value, _ in content}
+        return [*map(plain, content)] if isinstance(content, list) else content
+
+    def as_text(content):
+        if isinstance(content, dict):
+            return {str(name): as_text(value) for name, value in content.items()}
+        return [*map(as_text, content)] if isinstance(content, list) else str(content)
+
+    def merged(text):
+        return plain(layers.yaml_content(layers.OTHER_TRAINERS.merge_yaml(yaml.compose(text, yaml.SafeLoader))))
+
+    assert merged(MERGED) == as_text(yaml.safe_load(MERGED))
+    assert merged(SPECIFIED)[4:] == 4 * [{"x": "1", "y": "2", "r": "10", "label": "center/big"}]
+
+
+def test_a_section_of_yaml_may_merge_another():
+    config = load_yaml("base: &base\n  max_steps: 3\n  seed: 7\nrun:\n  <<: *base\n  dim: 768\n")
+    assert (config.max_steps, config.seed, config.dim) == (3, 7, 768)
+    Path("run.yaml").write_text("base: &base\n  seed: 7\nrun:\n  <<: *base\n  seed: 8\n")
+    assert problems("--config", "run.yaml")[0] == "run.yaml:5 is set a second time (first at run.yaml:2); keep one"
+    Path("run.yaml").write_text("run:\n  <<: 3\n")
+    assert problems("--config", "run.yaml") == ["run.yaml:2: not valid YAML: << needs a mapping"]
 
 
 def test_the_name_of_a_run_is_its_tokenizer_and_a_preparation_takes_that_of_the_start(tmp_path, monkeypatch):

@@ -323,6 +323,9 @@ def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_pa
     log = opened(3)
     log.close()
     assert capsys.readouterr().err.count("mlflow is off for the rest of this run: TypeError") == 1
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    opened(3).close()
+    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in capsys.readouterr().err, "without the class of our error"
 
 
 def fail():

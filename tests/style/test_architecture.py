@@ -129,7 +129,7 @@ UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\
 
 def test_nothing_is_unpickled_and_no_foreign_code_runs():
     expected = {"scripts/import_checkpoint.py": {"pickle"}, "extensions/card.py": {"yaml"}, "scripts/evaluate.py": {"yaml"},
-                "plan/layers.py": {"yaml"}}  # compose, which makes no objects
+                "plan/layers.py": {"yaml"}, "extensions/other_trainers.py": {"yaml"}}  # compose, which makes no objects, and its errors
     for unit, path in CODE.items():
         assert {name for name in imports(path) if re.match(UNSAFE, name)} == expected.get(unit, set()), unit
         assert "trust_remote_code" not in path.read_text(encoding="utf-8"), unit
