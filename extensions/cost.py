@@ -16,6 +16,7 @@ from learn.objectives import reference_is_live
 from learn.optim import OPTIMIZERS, muon_batch
 from model_kernels.attention import KERNELS
 from model_kernels.head import FITS, tokens_in_chunk
+from model_utils import why_not_compile
 from run.saving import pinned_bytes
 
 FLOAT32 = 4
@@ -351,9 +352,12 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
     tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
     is_cast = compute_bytes != weight_bytes(config)
-    # Per logit of a chunk: its value and gradient, if compiled; else a float32 copy, overwritten by it.
+    # Per logit of a chunk: its value and gradient; without a compiler also a float32 copy, which is the
+    # gradient in float32.
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = 2 * compute_bytes if config.compile else FLOAT32 + copy
+    if half and not config.compile and config.training_stage in ("pretrain", "sft"):
+        logit += compute_bytes
     if device_type == "cpu" and config.training_stage in ("pretrain", "sft"):  # the gradient overwrites it
         logit = compute_bytes
     if config.training_stage in ("dpo", "grpo") and not (config.compile or config.distillation_enabled):
@@ -532,7 +536,8 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
 
 
 def fits(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> bool:
-    """Return whether the forecast leaves a part of a GPU's memory free."""
+    """Return whether the forecast leaves a part of the GPU's memory free."""
+    config = config.model_copy(update={"compile": why_not_compile(config, "cuda") is None})
     return estimate_memory(config, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory
 
 
