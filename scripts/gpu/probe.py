@@ -102,12 +102,12 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
             for n in (n_heads, n_kv_heads, n_kv_heads)]
 
 
-def make_spans(rows: int, length: int, documents: int, device: str):
+def make_spans(rows: int, length: int, documents: int, device: str, multiple: int):
     """Return the spans of documents of nearly equal length in each row."""
     from model_kernels.attention import compute_spans
 
     numbers_T = torch.arange(length) * documents // length + 1
-    return compute_spans(numbers_T.expand(rows, -1).contiguous()).to(torch.device(device))
+    return compute_spans(numbers_T.expand(rows, -1).contiguous(), multiple).to(torch.device(device))
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
@@ -153,7 +153,7 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             continue
         rates: dict[str, float] = {}
         for count in DOCUMENTS:
-            spans = make_spans(rows, length, count, task.device)
+            spans = make_spans(rows, length, count, task.device, kernels.KERNELS[kernel].takes_spans)
             flops = 3.5 * 4 * n_heads * width * float(spans.cu_seqlens.diff().double().square().sum()) / 2
             whole_row = spans._replace(longest=torch.empty(length, 0))  # a grid that is larger than necessary
             for name, each in ((str(count), spans), (f"{count}, grid of {length}", whole_row)):
