@@ -193,6 +193,26 @@ def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
         assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
 
 
+def null_output(steps: int, waits: int = 1, grows: int = 0, recompiles_in: int = 0) -> str:
+    """What a run on the null GPU prints: the line of a step comes at the end of its train_step."""
+    lines = []
+    for step in range(steps):
+        lines += ["UserWarning: called a synchronizing CUDA operation"] * (waits if step else 50)
+        lines += ["Recompiling function forward in model.py"] * (step == recompiles_in)
+        lines.append(f"NULL peak {10 * 2**20} reserved {2**20 * (20 + grows * step)}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name, code, changes, faults", [
+    ("SFT", 0, {}, []), ("SFT", 3, {}, ["exit code 3"]), ("SFT", 0, {"waits": 2}, ["2 waits"]), ("KTO", 0, {"waits": 2}, []),
+    ("SFT", 0, {"grows": 1}, ["3 MiB more reserved"]), ("SFT", 0, {"recompiles_in": 1}, []),
+    ("SFT", 0, {"recompiles_in": 4}, ["1 recompilations"]), ("SFT", 1, {"steps": 0}, ["exit code 1", "inf waits"])])
+def test_the_nightly_run_without_a_gpu_finds_what_it_looks_for(name, code, changes, faults):
+    from scripts.gpu.null.nightly import outcome_of
+
+    assert outcome_of(code, null_output(**{"steps": 6} | changes)).faults(name) == faults
+
+
 def test_every_part_has_its_code():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
     assert all(part.name in done.stdout for part in gpu_suite.PARTS)

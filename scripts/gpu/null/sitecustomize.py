@@ -1,6 +1,7 @@
-"""What a GPU would have computed, where Paddock reads it: on the null GPU, results are zeros, or what memory held before.
+"""Replace what a device would have computed, where Paddock reads it: the null GPU leaves zeros or old values.
 
-Python imports this file at its start if its folder is in PYTHONPATH. It changes some functions when their module is imported.
+Python imports this file at its start, because `run` (build.sh) has its folder in PYTHONPATH. It changes
+functions of a module after the module's import.
 """
 
 import sys
@@ -11,14 +12,25 @@ TOKEN = 5  # what a model writes
 
 
 def attention(module) -> None:
-    """A kernel passes its trial if it runs."""
+    """Let a kernel pass its trial if it runs."""
     run = module.trial
-    module.trial = lambda *arguments: None if (why := run(*arguments)) and why.startswith("its result is off") else why
+
+    def trial(*arguments):
+        reason = run(*arguments)
+        return None if reason and reason.startswith("its result is off") else reason
+
+    module.trial = trial
 
 
 def model_utils(module) -> None:
+    """Let the compiler pass its trial if a kernel compiles."""
     compile_one = module.why_no_kernel
-    module.why_no_kernel = lambda device: None if (why := compile_one(device)) and "its results are wrong" in why else why
+
+    def why_no_kernel(device_type):
+        reason = compile_one(device_type)
+        return None if reason and "its results are wrong" in reason else reason
+
+    module.why_no_kernel = why_no_kernel
 
 
 def engine(module) -> None:
@@ -27,28 +39,31 @@ def engine(module) -> None:
 
 
 def ranks(module) -> None:
-    """All scalars are 1, but those of a step that stop, skip or repeat it are 0."""
+    """Set all scalars to 1, but to 0 those of a step that would stop, skip or repeat it."""
     read = module.Ranks.tolist
 
     def tolist(self, tensor):
-        frame, values = sys._getframe(1), read(self, tensor)  # the host waits here
+        values = read(self, tensor)  # the host waits here
         if tensor.ndim > 1:
-            return [[1.0] * tensor.shape[1] for _ in values]
-        values = [1.0] * len(values)
+            return [[1.0] * len(row) for row in values]
+        values, frame = [1.0] * len(values), sys._getframe(1)
         if frame.f_code.co_name == "train_step":
             import torch
 
-            saving = frame.f_locals["run"].saving
-            first = len(frame.f_locals["means"])
-            values[first:first + 7] = [1.0, 1.0, 1.0, 0.0, float(saving is not None and saving.is_done), 0.0, 0.0]
-            print(f"NULL peak {torch.cuda.max_memory_allocated()} reserved {torch.cuda.memory_reserved()}", flush=True)
+            saving, first = frame.f_locals["run"].saving, len(frame.f_locals["means"])
+            names = frame.f_globals["StepNumbers"]._fields
+            numbers = {"units": 1.0, "norm": 1.0, "norm_sum": 1.0,
+                       "written_ranks": float(saving is not None and saving.is_done)}
+            values[first:first + len(names)] = [numbers.get(name, 0.0) for name in names]
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+            print(f"NULL peak {peak} reserved {reserved}", flush=True)
         return values
 
     module.Ranks.tolist = tolist
 
 
-CHANGES = {"model_kernels.attention": attention, "model_utils": model_utils, "extensions.inference.engine": engine,
-           "parallel.ranks": ranks}
+CHANGES = {"model_kernels.attention": attention, "model_utils": model_utils,
+           "extensions.inference.engine": engine, "parallel.ranks": ranks}
 
 
 class Changed(MetaPathFinder):
