@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from config import LORA_LAYERS, Config, ModelConfig, padded
-from extensions.settings import answers_per_row
+from extensions.settings import answered_together, answers_per_row
 from learn.objectives import reference_is_live
 from learn.optim import OPTIMIZERS, muon_batch
 from model_kernels.attention import KERNELS
 from model_kernels.head import FITS, tokens_in_chunk
+from model_utils import why_not_compile
 from run.saving import pinned_bytes
 
 FLOAT32 = 4
@@ -351,9 +352,12 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
     tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
     is_cast = compute_bytes != weight_bytes(config)
-    # Per logit of a chunk: its value and gradient, if compiled; else a float32 copy, overwritten by it.
+    # Per logit of a chunk: its value and gradient; without a compiler also a float32 copy, which is the
+    # gradient in float32.
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = 2 * compute_bytes if config.compile else FLOAT32 + copy
+    if half and not config.compile and config.training_stage in ("pretrain", "sft"):
+        logit += compute_bytes
     if device_type == "cpu" and config.training_stage in ("pretrain", "sft"):  # the gradient overwrites it
         logit = compute_bytes
     if config.training_stage in ("dpo", "grpo") and not (config.compile or config.distillation_enabled):
@@ -397,12 +401,14 @@ def muon_bytes(config: Config, device_type: str) -> float:
     return wide * FLOAT32 * (4 * matrix + 2 * gram)
 
 
-def generation_bytes(config: Config, vocab_size: int, compute_bytes: int) -> float:
+def generation_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> float:
     """Return the bytes for answers: rounded weights, the cache, the prompts' activations, and sampling."""
     rows, heads = config.micro_batch_size, config.n_kv_heads * config.head_dim
+    most_prompts = rows  # of MAX_SEQ_LEN tokens, that are read at once
+    rows *= answered_together(config, compute_bytes, device_type)
     cache = 2 * config.n_layers * rows * (config.max_seq_len + 2) * heads * compute_bytes
-    prompts = rows // config.grpo_group * config.max_seq_len
-    prefill = prompts * compute_bytes * 4 * (config.dim + config.hidden_dim)
+    prompts = min(rows // config.grpo_group, most_prompts)
+    prefill = prompts * config.max_seq_len * compute_bytes * 4 * (config.dim + config.hidden_dim)
     rounded = config.matrix_count * (not config.lora_enabled) + padded(vocab_size) * config.dim
     weights = rounded * compute_bytes * (compute_bytes < FLOAT32 and config.sharding == "none")
     return weights + cache + max(prefill, rows * padded(vocab_size) * 12 * FLOAT32)
@@ -472,7 +478,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
                (gradients, 0, muon_bytes(config, device_type))]
     if config.training_stage == "grpo":
-        phases.append((gradients, 0, generation_bytes(answering, vocab_size, compute_bytes)))
+        phases.append((gradients, 0, generation_bytes(answering, vocab_size, compute_bytes, device_type)))
     return max(phases, key=sum)
 
 
@@ -536,7 +542,8 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
 
 
 def fits(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> bool:
-    """Return whether the forecast leaves a part of a GPU's memory free."""
+    """Return whether the forecast leaves a part of the GPU's memory free."""
+    config = config.model_copy(update={"compile": why_not_compile(config, "cuda") is None})
     return estimate_memory(config, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory
 
 

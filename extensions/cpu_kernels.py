@@ -207,5 +207,5 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
 
 # In float32, blocks pay only where they skip other documents.
 KERNELS["blocks"] = Kernel(
-    half_only=False, takes_spans=True, attend=attend_in_blocks, saved=saved_count,
+    half_only=False, takes_spans=64, attend=attend_in_blocks, saved=saved_count,
     pays=lambda purpose, is_half: purpose == "documents" or (purpose == "causal" and is_half))

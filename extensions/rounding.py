@@ -46,11 +46,15 @@ def hashed(x: Tensor, update: Tensor) -> Tensor:
     return x.bitwise_xor_(shifted(x, 15)).add_(update)
 
 
-def bits_of_lines(rows: int, columns: int, keys: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-    """Return random bits for the rows (R, 1) and the columns (C,) of a matrix; `keys` has two numbers."""
-    lines = (torch.arange(size, dtype=torch.int32, device=keys.device) for size in (rows, columns))
-    rows_R, columns_C = (hashed(hashed(line.add_(key), update), update) for line, key in zip(lines, keys))
-    return rows_R[:, None], columns_C
+def bits_of_lines(lines_L: Tensor, owner_L: Tensor, updates_K: Tensor) -> Tensor:
+    """Return random bits for the rows and columns of K matrices.
+
+    Args:
+        lines_L: the index of each row and column in its matrix, plus a key of the matrix.
+        owner_L: its matrix.
+    """
+    update_L = updates_K[owner_L]
+    return hashed(hashed(lines_L.clone(), update_L), update_L)
 
 
 def random_bits(rows_R1: Tensor, columns_C: Tensor) -> Tensor:
@@ -61,12 +65,14 @@ def random_bits(rows_R1: Tensor, columns_C: Tensor) -> Tensor:
     return bits_RC
 
 
-def keys_of(seed: int, name: str, first_row: int, device: torch.device) -> Tensor:
-    """Return the two int32 keys of a tensor's rows, of which the first has a number, and columns."""
+def lines_of(seed: int, name: str, first_row: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return the int32 index of each row, of which the first has a number, and column, plus a key."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     numbers = [int.from_bytes(digest[place:place + 4], "little") for place in (0, 4)]
     wrapped = [(number + 2**31) % 2**32 - 2**31 for number in (numbers[0] + first_row, numbers[1])]
-    return torch.tensor(wrapped, dtype=torch.int32).to(device)
+    rows_R, columns_C = (torch.arange(size, dtype=torch.int32) + key
+                         for size, key in zip(shape, torch.tensor(wrapped, dtype=torch.int32)))
+    return rows_R, columns_C
 
 
 def round_into(target: Tensor, values: Tensor, bits: Optional[Tensor], purpose: int) -> None:
@@ -90,24 +96,42 @@ class Rounding:
 
     def __init__(self, config: Config, optimizer: Optimizer):
         self.config, self.optimizer = config, optimizer
-        self.keys: dict[Tensor, Tensor] = {}
+        self.layouts: dict[tuple[Tensor, ...], tuple[Tensor, Tensor, list[int]]] = {}
+        self.bits: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of rows (R, 1) and columns (C,)
 
-    def __call__(self, function: Callable, parameter: Tensor, tensors: Sequence[Tensor], update: Tensor,
+    def is_compiled(self, device_type: str) -> bool:
+        return self.config.compile and not why_not_compile(self.config, device_type)
+
+    def start(self, matrices: tuple[Tensor, ...], updates_K: Tensor) -> None:
+        """Compute the bits of all rows and columns of these matrices, given the number of their update.
+
+        All at once, since a GPU waits for a host that starts a kernel for each matrix.
+        """
+        device = updates_K.device
+        if matrices not in self.layouts:
+            lines, owners = [], []
+            for number, matrix in enumerate(matrices):
+                first_row = local_span(self.optimizer.sharded.get(matrix, matrix))[0]
+                lines += lines_of(self.config.seed, self.optimizer.names[matrix], first_row, matrix.shape)
+                owners.append(torch.full((sum(matrix.shape),), number))
+            places = (torch.cat(each).to(device) for each in (lines, owners))
+            self.layouts[matrices] = (*places, [*map(len, lines)])
+        *places, sizes = self.layouts[matrices]
+        compute = compiled(bits_of_lines) if self.is_compiled(device.type) else bits_of_lines
+        bits = compute(*places, updates_K).split(sizes)
+        self.bits |= {matrix: (rows_R[:, None], columns_C)
+                      for matrix, rows_R, columns_C in zip(matrices, bits[::2], bits[1::2])}
+
+    def __call__(self, function: Callable, parameter: Tensor, tensors: Sequence[Tensor],
                  *others: Any) -> None:
         """Call `function(tensors, rows, columns, *others)` on rows of tensors as large as a parameter."""
         if parameter.ndim == 1:  # float32
             return function([each[None] for each in tensors], None, None, *others)
-        if parameter not in self.keys:
-            first_row = local_span(self.optimizer.sharded.get(parameter, parameter))[0]
-            name = self.optimizer.names[parameter]
-            self.keys[parameter] = keys_of(self.config.seed, name, first_row, parameter.device)
-        device, lines, size = parameter.device.type, bits_of_lines, max(1, len(parameter))
-        if self.config.compile and not why_not_compile(self.config, device):
-            # Apart, or the compiler would compute the bits of a row for each of its numbers.
-            lines, function = compiled(lines), compiled(function)
+        (rows_R1, columns_C), size = self.bits[parameter], max(1, len(parameter))
+        if self.is_compiled(parameter.device.type):
+            function = compiled(function)
         else:  # a multiple of 16 rows fills the vectors of kernels
-            size = -(-max(1, CHUNK[device] // max(1, parameter.shape[1])) // 16) * 16
-        rows_R1, columns_C = lines(*parameter.shape, self.keys[parameter], update)
+            size = -(-max(1, CHUNK[parameter.device.type] // max(1, parameter.shape[1])) // 16) * 16
         for first in range(0, len(parameter), size):
             chunk = slice(first, first + size)
             function([each[chunk] for each in tensors], rows_R1[chunk], columns_C, *others)
@@ -175,6 +199,8 @@ class RoundedAdamW(GroupOptimizer):
                 # As a list, since a GPU would have to tell the host the value of a single tensor.
                 torch._foreach_sub_(counts, [self.found_inf.to(counts[0].device)] * len(counts))
             counts_K = torch.stack(counts).double()
+            if members[0].ndim > 1:
+                self.rounding.start((*members,), counts_K.int())
             keep_K = torch.full_like(counts_K, 1 - group["lr"] * group["weight_decay"])
             rate_K, root_K = group["lr"] / (1 - beta1**counts_K), (1 - beta2**counts_K).rsqrt()
             factors_K3 = torch.stack([keep_K, rate_K, root_K], dim=1).float()
@@ -187,8 +213,8 @@ class RoundedAdamW(GroupOptimizer):
         skipped = None if skipped is None else skipped.to(parameter.device)
         scale = None if self.grad_scale is None else self.grad_scale.to(parameter.device)
         tensors = [parameter.data, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-        self.rounding(adamw, parameter, tensors, state["step"].int(), self.factors.pop(parameter).unbind(),
-                      self.constants, (scale, skipped))
+        self.rounding(adamw, parameter, tensors, self.factors.pop(parameter).unbind(), self.constants,
+                      (scale, skipped))
 
     def step(self) -> None:
         parameters = [each for group in self.param_groups for each in group["params"]
@@ -222,14 +248,15 @@ class RoundedMuon(Muon):
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["step"] += 1 if self.found_inf is None else 1 - self.found_inf.to(parameter.device)
             self.places |= {parameter: (parameter, WEIGHTS), state["momentum_buffer"]: (parameter, MOMENT)}
+        counts = [self.state[parameter]["step"] for parameter in self.matrices]
+        self.rounding.start((*self.matrices,), torch.stack(counts).int())
         super().step()
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         skipped = None if self.found_inf is None else self.found_inf.to(tensors[0].device) != 0
         for tensor, value in zip(tensors, values):
             parameter, purpose = self.places[tensor]
-            self.rounding(store, parameter, [tensor.data, value], self.state[parameter]["step"].int(),
-                          purpose, skipped)
+            self.rounding(store, parameter, [tensor.data, value], purpose, skipped)
 
 
 # ------------------------------------------------------------------------------------------ gradients
@@ -267,6 +294,11 @@ class RoundingReducer(Reducer):
     @contextmanager
     def add(self, step: int, is_last: bool) -> Iterator[None]:
         self.is_last, self.number = is_last, self.number + 1
+        if self.sums:
+            matrices = (*self.matrices.values(),)
+            device = self.sums[next(iter(self.sums))].device
+            number = torch.full((len(matrices),), self.number, dtype=torch.int32, device=device)
+            self.rounding.start(matrices, number)
         with ExitStack() as stack:
             for parameter in self.matrices:
                 stack.callback(parameter.register_post_accumulate_grad_hook(self.collect).remove)
@@ -280,8 +312,7 @@ class RoundingReducer(Reducer):
         if gradient.device.type != self.ranks.device.type:  # CPU_OFFLOAD: an old torch may still copy it
             torch.accelerator.synchronize()
         if (earlier := self.sums.pop(parameter, None)) is not None:
-            number = torch.full((), self.number, dtype=torch.int32, device=gradient.device)
-            self.rounding(add, rows, [gradient, earlier], number)
+            self.rounding(add, rows, [gradient, earlier])
         if not self.is_last:
             self.sums[parameter], parameter.grad = gradient, None
         elif self.config.update_in_backward:

@@ -15,6 +15,8 @@ from common.files import read_plain
 from common.section import Section, curve, fixed, interval, safe
 
 Config = Any  # config.Config, which has these sections
+# Of the answers that a GPU generates together: their rows, and the bytes of their keys and values
+MOST_ANSWERED_ROWS, MOST_CACHE_BYTES = 64, 2**31
 
 
 class ExcludeConfig(Section):
@@ -81,6 +83,17 @@ def answers_per_row(c: Config) -> int:
     """Return how many answers of GRPO share a training row, in which their prompt is computed once."""
     fits = c.grpo_group * c.answer_tokens <= c.max_seq_len and not c.distillation_enabled
     return c.grpo_group if fits and c.training_stage == "grpo" else 1
+
+
+def answered_together(c: Config, compute_bytes: int, device_type: str) -> int:
+    """Return how many micro-batches of prompts GRPO answers together: a GPU decodes many rows as fast as few.
+
+    It depends neither on the ranks nor on the GPU's memory, so that the answers do not.
+    """
+    if device_type != "cuda":
+        return 1
+    row_bytes = 2 * c.n_layers * c.max_seq_len * c.n_kv_heads * c.head_dim * compute_bytes
+    return max(1, min(MOST_ANSWERED_ROWS, MOST_CACHE_BYTES // row_bytes) // c.micro_batch_size)
 
 
 def online_rules(c: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
     half_only: bool = True  # bf16 and fp16 only
     grouped: bool = True  # fewer key/value heads than query heads, which are repeated otherwise
     deterministic: bool = True  # backward under torch.use_deterministic_algorithms
-    takes_spans: bool = False  # documents as Spans, without a mask
+    takes_spans: int = 0  # documents as Spans, without a mask; the multiple of entries in `cu_seqlens`
     # Of an extension: the function of q, k, v and `cu_seqlens` (None: each row is a document). And for a CPU:
     # whether it pays for a purpose in half precision or not; and how many numbers a layer keeps for the
     # backward, at most, of so many rows, tokens and heads.
@@ -41,9 +41,9 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     # The package flash_attn_interface, via torch; the package flash_attn; and torch.nn.attention.varlen
-    "flash-3": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256, takes_spans=True),
-    "flash-2": Kernel(max_dim=256, takes_spans=True),
-    "varlen": Kernel(max_dim=256, takes_spans=True),
+    "flash-3": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256, takes_spans=1),  # hangs on empty documents
+    "flash-2": Kernel(max_dim=256, takes_spans=64),
+    "varlen": Kernel(max_dim=256, takes_spans=64),
     "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, max_dim=128, deterministic=False),
     "cudnn-expanded": Kernel(SDPBackend.CUDNN_ATTENTION, max_dim=128, deterministic=False, grouped=False),
     "flash": Kernel(SDPBackend.FLASH_ATTENTION, max_dim=256),
@@ -115,8 +115,8 @@ def plan_attention(config: ModelConfig, kinds: Sequence[tuple[bool, bool]], dtyp
         blocks_pay = device.type == "cpu" and (torch.is_grad_enabled() or tokens > LONG_ROW)
         has_prefix = int(document_ids.min()) == SHARED_PREFIX
         kernel = choose("mask" if has_prefix and not blocks_pay else "documents")
-        if KERNELS[kernel].takes_spans:
-            spans = compute_spans(document_ids).to(device)
+        if multiple := KERNELS[kernel].takes_spans:
+            spans = compute_spans(document_ids, multiple).to(device)
         document_ids = document_ids.to(device, non_blocking=device.type == "cuda")
         start_BT, prefix_BT, end_BT = borders = document_borders(document_ids)
         # As many as the earlier tokens that it attends to.
@@ -126,9 +126,9 @@ def plan_attention(config: ModelConfig, kinds: Sequence[tuple[bool, bool]], dtyp
     full = windowed = AttentionPlan(kernel, cos, sin, mask, spans)
     if config.sliding_window is not None and tokens > config.sliding_window:
         kernel = choose("mask" if has_prefix else "window")
-        if KERNELS[kernel].takes_spans:
+        if multiple := KERNELS[kernel].takes_spans:
             rows = torch.ones(tokens_BT.shape, dtype=torch.int32) if host_ids is None else host_ids
-            spans = compute_spans(rows, config.sliding_window).to(device)
+            spans = compute_spans(rows, multiple, config.sliding_window).to(device)
             windowed = full._replace(kernel=kernel, mask_B1TS=None, spans=spans)
         else:
             window = window_mask(config, positions, positions)
@@ -166,12 +166,11 @@ def document_borders(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return start_BT, prefix_BT, torch.where(is_prefix_BT, prefix_BT, end_BT)
 
 
-def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
+def compute_spans(document_ids_BT: Tensor, multiple: int, window: int = 0) -> Spans:
     """Return the spans of documents; `cu_seqlens` has their int32 offsets in the flattened batch and its end.
 
-    The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
-    shapes. With shared prefixes, which only "blocks" (an extension) can compute, two lines more: the first
-    key that each document attends to, and the end of its prefix.
+    The end is repeated (empty documents) up to a `multiple` of entries, so that few shapes are compiled. With
+    shared prefixes, for "blocks" (an extension), two more lines: a document's first key, its prefix's end.
     """
     start_BT, prefix_BT, end_BT = document_borders(document_ids_BT)
     index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
@@ -180,7 +179,7 @@ def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
     if int(document_ids_BT.min()) == SHARED_PREFIX:
         lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
         offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
-    size = -(-(offsets.shape[-1] + 1) // 64) * 64
+    size = -(-(offsets.shape[-1] + 1) // multiple) * multiple
     cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).int()
     longest = int(torch.atleast_2d(cu_seqlens)[0].diff().max())
     # A compiler takes a size of 1 for a constant.
@@ -381,8 +380,9 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     if window:
         mask_TS.triu_(1 - window)
     mask, spans = None if purpose == "causal" else mask_TS[None, None], None
-    if purpose in ("documents", "window") and KERNELS[kernel].takes_spans:
-        mask, spans = None, compute_spans((torch.arange(length)[None] >= border).int() + 1, window).to(device)
+    if purpose in ("documents", "window") and (multiple := KERNELS[kernel].takes_spans):
+        ids_BT = (torch.arange(length)[None] >= border).int() + 1
+        mask, spans = None, compute_spans(ids_BT, multiple, window).to(device)
 
     def output_and_gradients(name: str, dtype: torch.dtype, *masks) -> list[Tensor]:
         inputs = [heads.to(dtype).requires_grad_() for heads in (q, k, v)]

@@ -260,16 +260,30 @@ class Row:
         return self.request if self.request and self.request.finish_reason is None else None
 
 
+class ThreadGraphs(threading.local):
+    """The first CUDA graph of a thread. All its graphs share the memory that this one keeps."""
+
+    first: Optional[torch.cuda.CUDAGraph] = None
+
+
+GRAPHS = ThreadGraphs()
+
+
 def capture(compute: Callable[[], None]) -> Callable[[], None]:
-    """Record the kernels of a function as a CUDA graph, without running them; return how to run them."""
-    graph = torch.cuda.CUDAGraph()
+    """Record the kernels of a function as a CUDA graph, without running them; return how to run them.
+
+    A graph with memory of its own would reserve it again in each call. Graphs of one thread can share memory,
+    because the thread reads the results of one before it runs another.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), GRAPHS.first and GRAPHS.first.pool()
     # Only its stream, for which cuBLAS keeps memory: torch.cuda.graph returns free memory to the driver.
     with CAPTURING, torch.cuda.stream(torch.cuda.graph(graph).capture_stream):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads save, or watch NCCL
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads save, or watch NCCL
         try:
             compute()
         finally:
             graph.capture_end()
+    GRAPHS.first = GRAPHS.first or graph
     return graph.replay
 
 

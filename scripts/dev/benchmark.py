@@ -22,6 +22,7 @@ With --turns, every contender is started once and stays in memory, which takes l
 import argparse
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -74,6 +75,7 @@ MODELS = {
 MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
 ALIVE: dict[str, subprocess.Popen] = {}  # contenders that take turns
+LIGER = "0.7"  # 0.8.5 calls addmm with an out_dtype, which torch 2.11 does not trace
 # The packages that a contender needs, for each word in its name.
 NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
 
@@ -346,6 +348,9 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
     needed = {package for word in words for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
+    if "liger" in words and not (version := importlib.metadata.version("liger-kernel")).startswith(LIGER):
+        return {"contender": name, "skipped": f"liger-kernel {version} does not compile with torch 2.11; "
+                                              f"install liger-kernel {LIGER}.0"}
     command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
                "--threads", str(args.threads), "--profile", str(profile_rows),
                *(["--eager"] if args.eager else []), *(["--fast"] if args.fast else []),

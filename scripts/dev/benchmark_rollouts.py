@@ -21,10 +21,8 @@ import torch
 from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config, extension_module
-from dataloaders import Batch
 from extensions.online import Rollouts
 from model import Transformer
-from model_kernels.head import IGNORE_INDEX
 from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
 from scripts.dev.benchmark_generate import SHAPES, huggingface_model
@@ -58,11 +56,6 @@ def main() -> None:
     rollouts = Rollouts(model, config, tokenizer, RunContext(Ranks(device=torch.device("cpu")), None, None))
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(8, 32))] for _ in range(args.prompts)]
-    tokens_BT = torch.zeros(args.prompts, config.max_seq_len, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens_BT[row, :len(ids)] = torch.tensor(ids)
-    lengths = torch.tensor([[len(ids)] for ids in prompts])
-    batch = Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE_INDEX), stored={"prompt_B1": lengths})
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_huggingface(Path(folder))
         theirs = AutoTokenizer.from_pretrained(folder)
@@ -86,7 +79,8 @@ def main() -> None:
 
         ratios = []
         for pair in range(-1, args.pairs):
-            ours, n = measure(partial(rollouts.generate, batch, args.group, (0, pair + 1, 0)))
+            keys = [(0, pair + 1, place) for place in range(args.prompts)]
+            ours, n = measure(partial(rollouts.generate, prompts, args.group, keys))
             their, m = measure(
                 lambda: trainer._generate_single_turn(repeated, None, {}, args.group)[0])
             if pair >= 0:  # the first pair warms up

@@ -102,12 +102,12 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
             for n in (n_heads, n_kv_heads, n_kv_heads)]
 
 
-def make_spans(rows: int, length: int, documents: int, device: str):
+def make_spans(rows: int, length: int, documents: int, device: str, multiple: int):
     """Return the spans of documents of nearly equal length in each row."""
     from model_kernels.attention import compute_spans
 
     numbers_T = torch.arange(length) * documents // length + 1
-    return compute_spans(numbers_T.expand(rows, -1).contiguous()).to(torch.device(device))
+    return compute_spans(numbers_T.expand(rows, -1).contiguous(), multiple).to(torch.device(device))
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
@@ -153,7 +153,7 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             continue
         rates: dict[str, float] = {}
         for count in DOCUMENTS:
-            spans = make_spans(rows, length, count, task.device)
+            spans = make_spans(rows, length, count, task.device, kernels.KERNELS[kernel].takes_spans)
             flops = 3.5 * 4 * n_heads * width * float(spans.cu_seqlens.diff().double().square().sum()) / 2
             whole_row = spans._replace(longest=torch.empty(length, 0))  # a grid that is larger than necessary
             for name, each in ((str(count), spans), (f"{count}, grid of {length}", whole_row)):
@@ -255,18 +255,21 @@ def parity(task) -> None:
 
 
 BLOCK, SHARDED = {"activation_checkpointing": "block"}, {"sharding": "full"}
-FORECAST = {"selective": {"activation_checkpointing": "selective"}, "sharded": SHARDED,
-            "sharded, recomputed": SHARDED | BLOCK, "default": {}, "adapters": {"lora_enabled": True},
-            "sharded, on the host": SHARDED | {"cpu_offload": True}, "recomputed": BLOCK,
-            "eager, recomputed": BLOCK | {"compile": False}}
+# By part. The layout `selective` needs a compiler, also on a CPU.
+FORECAST = {"memory": {"default": {}, "eager": {"compile": False}},
+            "more-memory": {"selective": {"activation_checkpointing": "selective", "compile": True},
+                            "sharded": SHARDED, "sharded, recomputed": SHARDED | BLOCK,
+                            "adapters": {"lora_enabled": True},
+                            "sharded, on the host": SHARDED | {"cpu_offload": True}, "recomputed": BLOCK,
+                            "eager, recomputed": BLOCK | {"compile": False}}}
 
 
 def memory(task) -> None:
     """Compare --check's forecast with the memory of a step on a GPU, for each layout in a new process."""
     if task.layout:
         return measure_layout(task, task.layout)
-    started, slowest = time.perf_counter(), 0.0
-    for layout in [*FORECAST][::4] if task.tiny else FORECAST:
+    started, slowest, layouts = time.perf_counter(), 0.0, [*FORECAST[task.part]]
+    for layout in layouts[::4] if task.tiny else layouts:
         before = time.perf_counter()
         if before - started + slowest > task.seconds:
             task.figure(layout, "no time left")
@@ -275,7 +278,7 @@ def memory(task) -> None:
         task.check(f"{layout}, exit code", code == 0, code)
         slowest = max(slowest, time.perf_counter() - before)
     figures = task.figures()
-    shares = [figures[layout]["USABLE"] for layout in FORECAST if "USABLE" in figures.get(layout, ())]
+    shares = [figures[layout]["USABLE"] for layout in layouts if "USABLE" in figures.get(layout, ())]
     if shares:  # the value for extensions.forecast.USABLE
         task.figure("USABLE", min(shares))
 
@@ -292,7 +295,7 @@ def measure_layout(task, layout: str) -> None:
         vocab, length, shape = 512, 64, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     config = Config(**shape | {"device": task.device, "compile": task.cuda, "max_seq_len": length,
                                "micro_batch_size": 2, "total_batch_size": 4 * length,
-                               "document_mask": False} | FORECAST[layout])
+                               "document_mask": False} | FORECAST[task.part][layout])
     before = used_memory() if task.cuda else {}  # used by the driver and others: CUDA has not started yet
     dtype = choose_dtype(config, task.device)
     if task.cuda:  # as a run does
@@ -374,7 +377,7 @@ def random_model(task):
 
 def decode(task) -> None:
     """Generate as a run does: weights rounded for each token, once, with CUDA graphs; the same tokens."""
-    from extensions.inference.engine import Batch, generate
+    from extensions.inference.engine import EAGER_STEPS, Batch, generate
     from extensions.inference.weights import packed_weights
 
     model, _, vocab, _ = random_model(task)
@@ -395,3 +398,11 @@ def decode(task) -> None:
         task.check(f"{rows} rows: graphs did not fail", Batch.captures, Batch.captures)
         same = every == once  # not on a CPU, where the matrices are packed
         task.check(f"{rows} rows: same tokens when rounded once", same or not task.cuda, same)
+    if task.cuda:  # graphs share their memory
+        reserved = []
+        for _ in range(10):
+            with packed_weights(model):
+                generate(model, prompts, 2 * EAGER_STEPS)
+            reserved.append(torch.cuda.memory_reserved())
+        growth = (reserved[-1] - reserved[1]) / GIB
+        task.check("reserved memory's growth in ten calls, GiB", growth <= 0, round(growth, 3))

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -57,39 +58,43 @@ class Part(NamedTuple):
     group: str
     seconds: float  # time limit
     content: str
-    alone: bool = False  # it measures time, so no other part may run at the same time
+    alone: bool = False  # it measures time or memory, so no other part may run at the same time
     needs: tuple[str, ...] = ()  # parts whose files it reads
 
 
 SAMPLE, BASE = ("sample",), ("stage-pretrain",)
+# In the order in which they start, what only a real device shows first: a machine may be taken away early.
 PARTS = (
-    Part(HEADER, "first", 20, "device, versions, the kernels chosen and why", alone=True),
-    # Parts that run in parallel, in the order in which they start
-    Part("sample", "first", 45, "a smaller version of the sample data; unpaired answers"),
-    Part("parity", "first", 90, "loss and gradients, eager and compiled, against a CPU and transformers"),
-    Part("faults", "first", 80, "fp16, a loss that is not finite, out of memory", needs=SAMPLE),
-    Part("use", "first", 100, "a deterministic run; generate.py, chat.py, evaluate.py", needs=SAMPLE),
+    Part(HEADER, "first", 60, "device, versions, the kernels chosen and why"),
+    Part("sample", "first", 60, "a smaller version of the sample data; unpaired answers"),
+    # Parts that measure time or memory, which run one by one
+    Part("parity", "first", 60, "loss and gradients against a CPU and transformers", alone=True),
+    Part("speed-1b", "first", 60, "Llama 3.2 1B with documents: speed, memory, kernels", alone=True),
+    Part("speed-174m", "first", 45, "the same with 174M parameters", alone=True),
+    Part("probe", "first", 40, "compiler, matmul, copy, attention at one shape", alone=True),
+    Part("decode", "first", 40, "weights rounded for each token, or once; CUDA graphs", alone=True),
+    Part("memory", "first", 40, "the memory forecast against a step, compiled and eager", alone=True),
+    Part("saving", "first", 30, "pinned memory; the time that saves stop a run", alone=True, needs=SAMPLE),
+    # Parts that run in parallel
     Part("stage-pretrain", "first", 90, "pretraining with AdamW, profiled; waits a step", needs=SAMPLE),
-    Part("fsdp", "first", 100, "SHARDING and CPU_OFFLOAD on one rank, against a plain run", needs=SAMPLE),
     Part("resume", "first", 100, "kill -9; it must resume bit-identically", needs=SAMPLE),
+    Part("use", "first", 100, "a deterministic run; generate.py, chat.py, evaluate.py", needs=SAMPLE),
+    Part("faults", "first", 80, "fp16, a loss that is not finite, out of memory", needs=SAMPLE),
+    Part("fsdp", "first", 100, "SHARDING and CPU_OFFLOAD on one rank, against a plain run", needs=SAMPLE),
     Part("ranks", "first", 80, "two ranks on one device over gloo, against one rank", needs=SAMPLE),
     Part("stage-dpo", "first", 50, "DPO with a stored reference", needs=BASE),
     Part("stage-lora-dpo", "first", 50, "DPO of adapters with a live reference", needs=BASE),
     Part("stage-grpo", "first", 50, "GRPO: generation, rewards and updates in one process", needs=BASE),
     Part("stage-kto", "first", 50, "KTO", needs=BASE),
-    # Parts that measure time, which run one by one
-    Part("speed-1b", "first", 75, "Llama 3.2 1B with documents: speed, memory, kernels", alone=True),
-    Part("speed-174m", "first", 45, "the same with 174M parameters", alone=True),
-    Part("peers-1b", "first", 75, "litgpt, and transformers with Liger, on Llama 3.2 1B", alone=True),
-    Part("probe", "first", 50, "compiler, matmul, copy, attention at one shape", alone=True),
-    Part("saving", "first", 40, "pinned memory; the time that saves stop a run", alone=True, needs=SAMPLE),
-    Part("attention", "second", 40, "each attention kernel: its rate by shape and documents", alone=True),
-    Part("memory", "second", 55, "the memory forecast against the memory of a step, by layout", alone=True),
-    Part("decode", "second", 30, "weights rounded for each token, or once; CUDA graphs", alone=True),
-    Part("generate", "second", 25, "generation against transformers; batched requests", alone=True),
+    # The first step of litgpt alone takes over a minute.
+    Part("litgpt-1b", "second", 90, "litgpt on Llama 3.2 1B", alone=True),
+    Part("attention", "second", 25, "each attention kernel: its rate by shape and documents", alone=True),
+    Part("generate", "second", 20, "generation against transformers; batched requests", alone=True),
+    Part("more-memory", "second", 25, "the memory forecast in other layouts", alone=True),
     *(Part(f"stage-{name}", "more", 120, content, needs=needs) for name, content, needs in (
         ("sft", "SFT", BASE), ("distil", "distillation", BASE), ("muon", "pretraining with Muon", SAMPLE),
         ("windows", "pretraining of SmolLM 3 with sliding windows", SAMPLE))),
+    Part("peers-1b", "more", 75, "transformers with Liger on Llama 3.2 1B", alone=True),
     Part("more-speed-1b", "more", 200, "Llama 3.2 1B, other settings and peers", alone=True),
     Part("more-speed-174m", "more", 200, "174M parameters, compared with peers", alone=True),
 )
@@ -108,7 +113,7 @@ class Suite:
         caches = Path(tempfile.gettempdir()) / f"gpu_suite-cache-{os.getuid()}"  # one for all parts and calls
         self.environment = {
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
-            "TORCH_LOGS": "recompiles,graph_breaks"} | os.environ | {
+            "TORCH_LOGS": "recompiles,graph_breaks", "TORCHINDUCTOR_COMPILE_THREADS": "4"} | os.environ | {
             "PADDOCK_COMMIT": self.options.commit, "PYTHONUNBUFFERED": "1"}
         self.environment |= {"OMP_NUM_THREADS": "1"} if self.options.tiny else {}
         self.started = time.monotonic()
@@ -122,20 +127,21 @@ class Suite:
         self.done, self.no_device = 0, ""
 
     def run(self) -> list[dict[str, Any]]:
-        """Run the header, then parts in parallel, then one by one those that measure time."""
+        """Run the parts in order: those that measure one by one, and in parallel those between them."""
         futures: dict[str, Future] = {}
-        header, others = self.parts[:1], self.parts[1:]
-        together = [part for part in others if not part.alone or self.options.tiny]
-        alone = [part for part in others if part not in together]
         # A part comes after those that it needs, so no thread waits for a part that has not started.
-        for threads, parts in ((1, header), (self.options.jobs, together), (1, alone)):
-            with ThreadPoolExecutor(threads) as pool:
+        for (is_alone, _), parts in groupby(self.parts, self.stage_of):
+            with ThreadPoolExecutor(1 if is_alone else self.options.jobs) as pool:
                 for part in parts:
                     needed = [futures[name] for name in part.needs if name in futures]
                     futures[part.name] = pool.submit(self.run_part, part, needed)
-            if parts is header and futures[header[0].name].result()["figures"].get("device") == NO_DEVICE:
+            if futures[HEADER].result()["figures"].get("device") == NO_DEVICE:
                 self.no_device = f"skipped: torch finds no {self.options.device} device"
         return [futures[part.name].result() for part in self.parts]
+
+    def stage_of(self, part: Part) -> tuple[bool, bool]:
+        """Return whether a part runs alone, and whether it is the header or what runs beside it."""
+        return part.alone and not self.options.tiny, part.name in (HEADER, *SAMPLE)
 
     def run_part(self, part: Part, needed: Sequence[Future]) -> dict[str, Any]:
         """Run one part, or skip it if a part that it needs failed or no time is left; return the result."""

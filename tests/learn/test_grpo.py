@@ -34,6 +34,7 @@ from learn.teacher import LlamaTeacher
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 
+CPU = torch.device("cpu")
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
 losses = pytest.mark.parametrize("loss", LOSSES)
@@ -316,8 +317,42 @@ def test_unparsed_answers_are_counted_and_reported_once():
     assert Rollouts.count_misunderstood(rollouts, answers, "step 3") == {}
 
 
-def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_error():
+@pytest.mark.parametrize("own_share", [1.0, 0.5])
+def test_what_is_answered_together_does_not_depend_on_the_ranks(own_share, monkeypatch):
+    """Otherwise matmuls would have other shapes, and so other bits. Seven micro-batches of two prompts, of which three go together."""
+    config = Config(training_stage="grpo", grpo_group=2, micro_batch_size=4, distillation_enabled=own_share < 1,
+                    distillation_lambda=own_share)
+    monkeypatch.setattr(rollouts, "answered_together", lambda *_: 3)
+    prompts = [Batch(torch.arange(6).view(2, 3) + 10 * each, torch.zeros(2, 3), stored={"prompt_B1": torch.tensor([[2], [3]])})
+               for each in range(7)]
+    every = [[prompt.tokens_BT[0, :2].tolist(), prompt.tokens_BT[1].tolist()] for prompt in prompts]
+
+    def answered(world_size: int) -> tuple[list, set]:
+        shares = [[number for number in range(7) if number * world_size // 7 == rank] for rank in range(world_size)]
+        answers, compositions = [], set()
+
+        def generate(ids, group, keys):
+            compositions.add(str((ids, keys)))
+            return [[*prompt, place, number] for prompt, (*_, place) in zip(ids, keys, strict=True) for number in range(group)]
+
+        for share in shares:
+            ranks = SimpleNamespace(device=CPU, all_gather_json=lambda own: [[every[each] for each in others] for others in shares])
+            each = SimpleNamespace(config=config, context=SimpleNamespace(ranks=ranks), generate=generate,
+                                   model=SimpleNamespace(compute_dtype=torch.bfloat16), recorded=lambda batch: ["recorded"] * 4)
+            answers += Rollouts.answer(each, [prompts[number] for number in share], 0, share[0])
+        return answers, compositions
+
+    answers, compositions = answered(1)
+    own = [(number, words) for number, words in enumerate(answers) if words != ["recorded"] * 4]
+    assert own and len(own) == 7 or own_share < 1 < len(own) < 7
+    assert all(words == [[*every[number][row], 2 * number + row, each] for row in (0, 1) for each in (0, 1)] for number, words in own)
+    assert len(compositions) == 3
+    assert all(answered(world_size) == (answers, compositions) for world_size in (2, 3, 7))
+
+
+def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_error(monkeypatch):
     """Of five held-out prompts, of which the first four are answered; the reward failed for one."""
+    monkeypatch.setattr("extensions.online.prompt_ids", lambda prompts: prompts)
     rewards = [0.0, 1.0, None, 4.0, 100.0]
 
     class HeldOut(list):

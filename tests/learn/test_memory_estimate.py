@@ -203,10 +203,13 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
 
 @pytest.mark.parametrize("changes, gigabytes, factor", [
     ({}, 80, 4), ({}, 18, 2), ({}, 15, None), ({"reproducible": True, "micro_batch_size": 8}, 80, None), ({"head_chunk_tokens": 100}, 80, None),
-    ({"training_stage": "dpo"}, 80, None)])
+    ({"training_stage": "dpo"}, 80, None), ({"compile": False}, 18, None), ({"compile": False}, 80, 4)])
 def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor, monkeypatch):
     config = Config(**{"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "max_seq_len": 2048,
                        "micro_batch_size": 8, "total_batch_size": 2**17} | changes)
+    # A GPU without a compiler needs more memory, whatever COMPILE is.
+    is_compiled, config = config.compile, config.model_copy(update={"compile": True})
+    monkeypatch.setattr(cost, "why_not_compile", lambda *_: None if is_compiled else "no C compiler was found")
     chosen = head.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
     assert chosen.head_chunk_tokens == (factor * (2**31 // 4 // LARGE) if factor else config.head_chunk_tokens)
     # A run and the benchmarks set a model's chunk by the same rule, on a GPU.
@@ -215,6 +218,23 @@ def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes,
     head.choose_head_chunk(model, config, 2, torch.device("cuda"))
     assert model.head.positions == chosen.head_chunk_tokens
     assert factor is None or estimate_memory(chosen, LARGE, 2).total < gigabytes * 10**9
+
+
+def test_the_forecast_without_a_compiler_counts_a_chunk_three_times_on_a_gpu():
+    """Logits, their float32 copy and their gradient, as torch traces them; a CPU overwrites the logits."""
+    from memory_trace import Tracker
+
+    config = Config(dim=128, n_layers=1, n_heads=2, max_seq_len=4096, micro_batch_size=4, total_batch_size=2**14, compile=False,
+                    head_chunk_tokens=2**13)
+    with FakeTensorMode():
+        rows = torch.zeros(2**13, LARGE, dtype=torch.bfloat16), torch.zeros(2**13, dtype=torch.int64)
+        with (tracker := Tracker()):
+            tracker.track_external(rows[0])
+            head.logprob_and_gradient(*rows, LARGE)
+    traced = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    half = config.model_copy(update={"head_chunk_tokens": 2**12})
+    forecast = 2 * (estimate_memory(config, LARGE, 2).total - estimate_memory(half, LARGE, 2).total)
+    assert forecast == pytest.approx(traced, rel=0.001) and forecast == 8 * rows[0].numel()
 
 
 @pytest.mark.parametrize("preset", [file for file in sorted(PRESETS_DIR.glob("*.env")) if " billion parameters" in file.read_text()],

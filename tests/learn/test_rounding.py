@@ -12,7 +12,7 @@ from factories import MODES, ONLINE, TinyRun, assert_same_run, model_without_wei
 from checkpoint.tensors import open_tensors, read_all
 from config import Config, mps_rules, rules
 from extensions import rounding
-from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of, random_bits, round_into
+from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, lines_of, random_bits, round_into
 from learn.optim import Optimizer, clip_scale
 from model_utils import build_model
 from parallel.ranks import Ranks
@@ -25,8 +25,9 @@ CLIPPED = BACKWARD | {"UPDATE_IN_BACKWARD": "clipped", "MAX_GRAD_NORM": 0.01}
 
 
 def bits_at(update: int, shape=(64, 96), first_row: int = 0, name: str = "w") -> torch.Tensor:
-    keys = keys_of(7, name, first_row, torch.device("cpu"))
-    return random_bits(*bits_of_lines(*shape, keys, torch.tensor(update, dtype=torch.int32)))
+    lines = torch.cat(lines_of(7, name, first_row, shape))
+    bits = bits_of_lines(lines, torch.zeros(len(lines), dtype=torch.int64), torch.tensor([update], dtype=torch.int32))
+    return random_bits(bits[:shape[0], None], bits[shape[0]:])
 
 
 def test_rounding_is_unbiased_and_its_bits_are_independent():

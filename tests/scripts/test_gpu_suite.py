@@ -9,6 +9,7 @@ import sysconfig
 import tarfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -126,18 +127,28 @@ def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
 
 @pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
 def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
-    """The sum of limits over jobs, and the schedule itself, in which a thread takes the parts in order and waits for those needed."""
+    """The schedule: a thread takes the parts in order, and waits for those needed. In a second call, the header's files are warm."""
     options, parts = gpu_suite.parse_args(["--parts", group])
-    alone = sum(part.seconds for part in parts if part.alone)
-    together = [part for part in parts if not part.alone]
-    threads, ends = [0.0] * options.jobs, {}
-    for part in together:
-        begin = max([threads[0], *(ends[name] for name in part.needs)])
-        ends[part.name] = begin + part.seconds
-        threads = sorted([*threads[1:], ends[part.name]])
-    assert all(ends[name] for part in parts for name in part.needs)
-    assert sum(part.seconds for part in together) / options.jobs + alone < 60 * minutes
-    assert max(threads) + alone + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
+    suite, ends, now = gpu_suite.Suite(options, parts), {}, 0.0
+    shutil.rmtree(suite.folder)
+    seconds = {part.name: part.seconds for part in parts} | ({"header": 10} if group == "second" else {})
+    for (is_alone, _), stage in groupby(parts, suite.stage_of):
+        threads = [now] * (1 if is_alone else options.jobs)
+        for part in stage:
+            begin = max([threads[0], *(ends[name] for name in part.needs)])
+            ends[part.name] = begin + seconds[part.name]
+            threads = sorted([*threads[1:], ends[part.name]])
+        now = max(threads)
+    assert now + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
+
+
+def test_what_only_a_device_shows_comes_first_and_the_sample_beside_the_header():
+    options, parts = gpu_suite.parse_args(["--parts", "first"])
+    suite = gpu_suite.Suite(options, parts)
+    shutil.rmtree(suite.folder)
+    stages = [(is_alone, [part.name for part in stage]) for (is_alone, _), stage in groupby(parts, suite.stage_of)]
+    assert [is_alone for is_alone, _ in stages] == [False, True, False]
+    assert stages[0][1] == ["header", "sample"] and stages[1][1][:2] == ["parity", "speed-1b"]
 
 
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
@@ -180,6 +191,26 @@ def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
         task = parts.Task(part.name, "cpu", True, tmp_path, part.seconds, tmp_path / "figures.jsonl")
         parts.PARTS[part.name](task)
         assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
+
+
+def null_output(steps: int, waits: int = 1, grows: int = 0, recompiles_in: int = 0) -> str:
+    """What a run on the null GPU prints: the line of a step comes at the end of its train_step."""
+    lines = []
+    for step in range(steps):
+        lines += ["UserWarning: called a synchronizing CUDA operation"] * (waits if step else 50)
+        lines += ["Recompiling function forward in model.py"] * (step == recompiles_in)
+        lines.append(f"NULL peak {10 * 2**20} reserved {2**20 * (20 + grows * step)}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name, code, changes, faults", [
+    ("SFT", 0, {}, []), ("SFT", 3, {}, ["exit code 3"]), ("SFT", 0, {"waits": 2}, ["2 waits"]), ("KTO", 0, {"waits": 2}, []),
+    ("SFT", 0, {"grows": 1}, []), ("SFT", 0, {"grows": 6}, ["18 MiB more reserved"]), ("SFT", 0, {"recompiles_in": 1}, []),
+    ("SFT", 0, {"recompiles_in": 4}, ["1 recompilations"]), ("SFT", 1, {"steps": 0}, ["exit code 1", "inf waits"])])
+def test_the_nightly_run_without_a_gpu_finds_what_it_looks_for(name, code, changes, faults):
+    from scripts.gpu.null.nightly import outcome_of
+
+    assert outcome_of(code, null_output(**{"steps": 6} | changes)).faults(name) == faults
 
 
 def test_every_part_has_its_code():

@@ -111,8 +111,10 @@ def test_fifty_kills_while_generating(stages, whole, tmp_path):
         kill_and_resume(stages, whole, tmp_path / str(turn), turn)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("grpo", marks=pytest.mark.slow), "lora-grpo", "gkd"])
-def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
+@pytest.mark.parametrize("mode, together", [pytest.param("grpo", 1, marks=pytest.mark.slow), ("lora-grpo", 3), ("gkd", 1), ("gkd", 3)])
+def test_two_ranks_generate_and_learn_the_same_bits(mode, together, stages, tmp_path, monkeypatch):
+    """Also if micro-batches are answered together, as on a GPU, some with those of another rank."""
+    monkeypatch.setattr(online, "answered_together", lambda *_: together)
     same = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
     one, two = (stages.run(mode, tmp_path / name, **same) for name in ("one", "two"))
     assert one.train() == 0
