@@ -72,7 +72,7 @@ def make_trial(folder: Path, flags: Sequence[str], chosen: Mapping[str, object])
     chosen = {**chosen, "output_dir": folder.parent, "run_name": folder.name}
     flags = [*flags, *as_flags(chosen)]
     settings = make_plan(flags).config
-    for setting in (*START_FROM, "teacher_model", "tokenizer_path"):  # a run's name means one beside the folder of the runs
+    for setting in (*START_FROM, "teacher_model", "tokenizer_path"):  # a run beside the folder of these
         if (named := getattr(settings, setting)) and (folder.parent.parent / named).is_dir():
             flags += as_flags({setting: folder.parent.parent / named})
     return Trial(folder, flags)

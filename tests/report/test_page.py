@@ -325,7 +325,7 @@ def test_a_comparison_begins_with_its_sentence_and_averages_from_six_runs_on(sho
     positions = page.evaluate("['answer', 'charts', 'overview', 'comparison'].map((id) => byId(id).getBoundingClientRect().top)")
     assert positions == sorted(positions), "the sentence, curves, tables"
     assert page.evaluate("new Set(charts.get('loss').lines.map((line) => line.color)).size") == 2, "two runs, two colours"
-    assert page.locator("#comparison .best").all_inner_texts() == ["2.50 ± 0.10\n(better)"], "by a test, not the larger value"
+    assert page.locator("#comparison .best").all_inner_texts() == ["2.500 ± 0.100\n(better)"], "by a test, not the larger value"
     runs = [run(f"{arm}{seed}", 0.1 * seed) for arm in "ab" for seed in range(6)]
     for count, lines in ((6, 2), (5, 10)):
         some = [each for each in runs if int(each["name"][1]) < count]
