@@ -64,7 +64,7 @@ _paddock_flags() {
     done
     case "$script" in *train.py | *run.sh | *run.py) echo --check ;; esac
     case "$script" in
-        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *sweep.py | *ab_benchmark.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
+        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *sweep.py | *decide.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
             echo --config --env-file
             awk '/^#[A-Z]/ && !/^#(HF_TOKEN|WANDB_API_KEY|WANDB_PROJECT)=/ {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' "$root/.env.example" ;;
     esac

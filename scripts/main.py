@@ -33,7 +33,7 @@ Train
 check                            : run.py --check         : check settings, data, memory and time
 train                            : run.py                 : train on the CPU, one GPU or all GPUs
 sweep --vary NAME=VALUES         : sweep.py               : compare settings, each with several seeds
-race --seeds N                   : dev/ab_benchmark.py    : compare recipes by an A/B benchmark
+decide --vary NAME=A,B           : decide.py              : decide which recipe is better
 pipeline                         : pipeline.py            : train every stage on sample data
 Look
 runs                             : runs.py                : list runs; --clean suggests deletions

@@ -6,7 +6,7 @@
     ./paddock report first --serve       the page follows the run
     ./paddock report first second --figure loss.pdf --width 3.3in
 
-The report of several runs compares them: curves, settings, results, and paired tests on the same items.
+The report of several runs compares them: whether one is better, curves, results and settings.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, requires_package, run_script  # noqa: E402
 from common.files import atomic_write, disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
-from extensions.report.compare import by_configuration, results  # noqa: E402
+from extensions.report.compare import FEWEST_AVERAGED, by_configuration, results  # noqa: E402
 from extensions.report.curves import task_names  # noqa: E402
 from extensions.report.page import ASSETS, Report, render  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
@@ -58,15 +58,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def draw(report: Report, path: Path, width: float, log: bool) -> None:
-    """Draw loss and accuracy with matplotlib: of runs that differ only in seeds, mean and range."""
+    """Draw loss and accuracy with matplotlib: of many runs that differ only in seeds, mean and range."""
     with requires_package("matplotlib", "--figure"):
         import numpy as np
         from matplotlib import style
         from matplotlib.figure import Figure
 
     runs = report.runs
-    groups = {each["name"]: each["runs"] for each in by_configuration(runs, [*results(runs)])}
-    groups = groups or {run.name: [run.name] for run in runs}
+    groups = {each["name"]: each["runs"] for each in by_configuration(runs, [*results(runs)])[0]}
+    if not groups or min(map(len, groups.values())) < FEWEST_AVERAGED:
+        groups = {run.name: [run.name] for run in runs}
     drawn = sorted({name for run in runs for name, curve in run.curves.items() if len(curve) > 1})
     tasks = task_names(drawn, runs[0].hellaswag)
     unit = " (nats per token)" if runs[0].main.curve == "val_loss" else ""

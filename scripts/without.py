@@ -7,8 +7,9 @@
 
 The arm continues a copy of the newest kept checkpoint before the first step that differs (KEEP_EVERY), with
 the recorded settings, threads and ranks. The page shows what was left out, where the runs part, and paired
-differences. --seeds trains both arms with more seeds, from the start. With --answer, all examples are ranked
-by their estimated influence on the answer to the prompt; the top ones are left out, each and together.
+differences. --seeds trains both arms with more seeds, from the start; six or more can tell an effect from
+chance. With --answer, all examples are ranked by their estimated influence on the answer to the prompt; the
+top ones are left out, each and together.
 """
 
 import sys
@@ -36,7 +37,8 @@ def main() -> None:
     parser.add_argument("--exclude", metavar="FILE", help="leave out what a file names, as EXCLUDE_DATA")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another setting")
     parser.add_argument("--from-step", type=at_least_1, metavar="N", help="first step with --set")
-    parser.add_argument("--seeds", type=at_least_1, default=1, metavar="N", help="number of seeds [1]")
+    parser.add_argument("--seeds", type=at_least_1, default=1, metavar="N",
+                        help="number of seeds [1]; a verdict takes 6")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
                         help="show both models' continuations or answers; can be repeated")
     parser.add_argument("--answer", default="", metavar="TEXT", help="rank examples by their influence on it")

@@ -25,6 +25,7 @@ from common.files import atomic_write
 from common.text import setting_text, show
 from extensions.debug import history
 from extensions.debug.replay import open_run, read_settings, read_step_log
+from extensions.decide import ERROR, compare, fewest_pairs, sentence
 from extensions.exclude import Excluded, digest_of, exclude
 from extensions.inference.engine import generate
 from extensions.inference.text import LanguageModel
@@ -32,7 +33,6 @@ from extensions.inference.weights import load_for_use
 from extensions.report.compare import SEEDS, results, tests
 from extensions.report.data import RunReader
 from extensions.report.page import ASSETS, csp_hash, fill_template, join_assets
-from extensions.report.paired import paired_t
 from extensions.settings import Selector, read_selectors
 from learn.optim import learning_rate
 from model_kernels.head import IGNORE_INDEX
@@ -44,6 +44,8 @@ from run.facts import read_inputs
 UNWATCHED = {name: value for name, value in history.UNNEEDED.items()
              if name != "METRIC" and not name.endswith(("_EVERY", "_LAST", "_BEST"))}
 ANSWER_TOKENS, SHOWN_EXAMPLES, BATCH_ROWS = 64, 8, 4
+ONE_SEED = ("One seed: this shows what differs, not whether the data caused it. "
+            f"--seeds {fewest_pairs(ERROR)} or more can tell.")
 NUDGE = 0.1  # nats by which a screening changes the loss of the answer, in either direction
 
 
@@ -231,7 +233,9 @@ class Experiment(NamedTuple):
             reader.read()
         arm = folders[0][1]
         parted, fields = history.compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
+        by_seed = [*over_seeds(pairs)]
         data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
+                "answer": f"{by_seed[0]['name']}: {by_seed[0]['sentence']}." if by_seed else ONE_SEED,
                 "fields": fields, "fork": max(history.kept_checkpoints(self.run_dir, first - 1), default=0),
                 "settings": {name: setting_text(value) for name, value in self.settings.items()},
                 "left_out": excluded and excluded.describe(),
@@ -240,7 +244,7 @@ class Experiment(NamedTuple):
                              islice(excluded.examples(), SHOWN_EXAMPLES)] if excluded else [],
                 "curves": [[[*zip(*(values.tolist() for values in reader.curves["val_loss"].known()))]
                             for reader in pair if "val_loss" in reader.curves] for pair in pairs],
-                "tests": tests(pairs[0])[0], "seeds": [*over_seeds(pairs)], "influence": influence,
+                "tests": tests(pairs[0])[0], "seeds": by_seed, "influence": influence,
                 "prompts": side_by_side(self.run_dir, arm, self.prompts)}
         return write_page(self.folder / "without.html", data)
 
@@ -288,15 +292,17 @@ def side_by_side(run_dir: Path, arm: Path, prompts: Sequence[str]) -> list[dict[
 
 
 def over_seeds(pairs: Sequence[Sequence[RunReader]]) -> Iterator[dict[str, Any]]:
-    """Yield the results of the runs and of their other arms over seeds, with a paired test."""
+    """Yield the results of the runs and of their other arms over seeds, and what their pairs say."""
     readers = [reader for pair in pairs for reader in pair]
     for row in results(readers) if len(pairs) > 1 else ():
         values = [cell and cell["value"] for cell in row["cells"]]
         if None not in values and row["better"] and not row["name"].startswith(("tokens", "mfu", "hfu")):
-            runs, arms = np.array(values[::2]), np.array(values[1::2])
-            test = paired_t(runs, arms)
-            yield {"name": row["name"], "runs": runs.tolist(), "arms": arms.tolist(), "spread": stdev(runs),
-                   "difference": test.difference, "stderr": test.stderr, "p": test.p}
+            runs, arms = values[::2], values[1::2]
+            verdict = compare([arm - run for run, arm in zip(runs, arms)])
+            is_share, names = "accuracy" in row["name"], ("the run", "the other arm")
+            text = sentence(*names, verdict, row["better"] == "lower", is_share)
+            yield {"name": row["name"], "runs": runs, "arms": arms, "spread": stdev(runs),
+                   "difference": verdict.difference, "sentence": text}
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> Path:

@@ -1,26 +1,30 @@
-"""Compare runs: settings that differ, results with standard errors, and paired tests on shared items."""
+"""Compare runs: settings that differ, results with standard errors, and what seeds or shared items say."""
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, product
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from checkpoint.schema import REWARD, VALIDATION
-from common.text import setting_text
+from common.text import PROGRAM, counted, setting_text
+from extensions.decide import ERROR, compare, fewest_pairs, sentence
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader
 from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t, read_item_scores
 from plan.command_line import describe_settings
 
 MOST_TESTED = 8  # runs in pairwise tests
+FEWEST_AVERAGED = 6  # runs in a mean curve; page.js has the same number
 SEEDS = ("SEED", "DATA_SEED")
+ONE_SEED = ("One seed each: this compares models, not recipes. With other seeds, the order may be another; "
+            f"{PROGRAM} decide compares recipes.")
 
 
 class Metric(NamedTuple):
-    """A metric with one score per item (or seed), and its test."""
+    """A metric with one score per item, and its test."""
 
     label: str  # follows the name of the evaluation
     test: Callable[..., Paired]
@@ -56,70 +60,106 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
         if len(set(values)) > 1 and name not in WATCHED:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
-    configurations = by_configuration(runs, rows)
-    paired, refused = [test for each in configurations if (test := each.pop("test"))], []
-    if len(runs) <= MOST_TESTED and not (paired and rows[0]["better"]):
+    configurations, sentences = by_configuration(runs, rows)
+    paired, refused = [], []
+    if not configurations and len(runs) <= MOST_TESTED:
         paired, refused, unlike = tests(runs)
         for row in rows:  # on other items, a lower loss is not a better one
             row["better"] = None if row["items"] in unlike else row["better"]
-    return {"settings": settings, "results": rows, "tests": paired, "refused": refused,
-            "configurations": configurations}
+        sentences = [test["sentence"] for test in paired if len(runs) == 2]  # of more runs, a matrix
+        sentences.append(ONE_SEED if paired else "No items of the same evaluation say which run is better.")
+        for test, row in product(paired if len(runs) == 2 else (), rows):
+            if test["better"] and row["name"] == f"{test['name']} at step {test['step']:,}":
+                row["cells"]["ab".index(test["better"])]["is_better"] = True
+    sentences += [f"{run.name} {run.state()[1]}; it is left out of means" for run in runs if has_failed(run)]
+    return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
+            "refused": refused, "configurations": configurations}
 
 
-def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first row's mean by runs that differ only in seeds, and a test against the first group."""
+def has_failed(run: RunReader) -> bool:
+    return run.state()[0] == "failed"
+
+
+def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]
+                     ) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the first row's mean by runs that differ only in seeds, and how they differ from the first."""
     groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
     names = sorted({name for run in runs for name in run.settings} - {*WATCHED, *SEEDS})
     for place, run in enumerate(runs):
         key, seeds = (tuple(setting_text(run.settings.get(name)) for name in each) for each in (names, SEEDS))
         groups.setdefault(key, {})[seeds] = place
     if not rows or len(groups) == len(runs) or sum(map(len, groups.values())) < len(runs):
-        return []
+        return [], []
     varied = [place for place, values in enumerate(zip(*groups)) if len(set(values)) > 1]
-    row, found, family, first = rows[0], [], [], ("", {})
+    row, made, by_seed = rows[0], [], []
     for key, members in groups.items():
-        cells = {seeds: cell for seeds, place in members.items() if (cell := row["cells"][place])}
+        cells = {seeds: row["cells"][place] for seeds, place in members.items()
+                 if row["cells"][place] and not has_failed(runs[place])}
         values, count = [cell["value"] for cell in cells.values()], len(cells)
         is_finite = None not in values
-        name = ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs"
         result = {"name": row["name"], "better": row["better"], "n": count,
                   "mean": fmean(values) if values and is_finite else None,
                   "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None}
-        found.append({"name": name, "runs": [runs[place].name for place in members.values()],
-                      "results": [result]})
-        first = first if first[1] else (name, cells)
-        common = [seeds for seeds in cells if seeds in first[1] and name != first[0]]
-        pair = [[each[seeds]["value"] for seeds in common] for each in (first[1], cells)]
-        if len(common) > 1 and None not in sum(pair, []):
-            family.append((first[0], name, cells[common[0]]["step"], paired_t(*map(np.array, pair))))
-    label = row["name"].partition(" at step ")[0]
-    kind = Metric("", paired_t, "seeds", percent="accuracy" in label, lower=row["better"] == "lower")
-    test_of = {test["b"]: test for test in corrected(label, kind, family)}
-    return [each | {"test": test_of.get(each["name"])} for each in found]
+        name = ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs"
+        made.append({"name": name, "runs": [runs[place].name for place in members.values()],
+                     "results": [result]})
+        worst = math.inf if row["better"] == "lower" else -math.inf
+        by_seed.append({seeds: worst if cell["value"] is None else cell["value"]
+                        for seeds, cell in cells.items()})
+    return made, [f"{row['name']}: {text}" for text in verdicts(made, by_seed, row)]
+
+
+def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, float]], row: dict[str, Any]
+             ) -> Iterator[str]:
+    """Yield how each configuration differs from the first one, by the seeds that both have."""
+    percent = "accuracy" in row["name"]
+    if len(configurations) == 1:
+        values = [value for value in by_seed[0].values() if math.isfinite(value)]
+        span = f"{100 * np.ptp(values):.1f} points" if percent else f"{np.ptp(values):.4f}" if values else ""
+        yield f"the same settings, {len(values)} seeds: they span {span or 'nothing, as all failed'}"
+        return
+    if row["better"] is None:
+        yield "there is no common step, so there is no verdict"
+        return
+    error = ERROR / (len(configurations) - 1)
+    for place in range(1, len(configurations)):
+        common = [seeds for seeds in by_seed[0] if seeds in by_seed[place]]
+        pairs = [(by_seed[0][seeds], by_seed[place][seeds]) for seeds in common]
+        verdict = compare([0.0 if a == b else b - a for a, b in pairs], error)
+        names = [configurations[each]["name"] for each in (0, place)]
+        text = sentence(*names, verdict, row["better"] == "lower", percent)
+        few = f"; {fewest_pairs(error)} or more can decide" * (verdict.pairs < fewest_pairs(error))
+        yield f"{text} ({counted(len(common), 'seed')} in common{few})"
+
+
+def titles(runs: list[RunReader]) -> dict[str, tuple[str, str]]:
+    """Return the title of each result that the runs have, and whether a higher or lower one is better."""
+    names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
+    tasks, main = task_names(names, runs[0].hellaswag), runs[0].main
+    # The main result of the first run comes first.
+    known = {main.curve: (main.title.lower(), "higher"), "val_loss": ("validation loss", "lower"),
+             "val_perplexity": ("perplexity", "lower"), "val_bits_per_byte": ("bits per byte", "lower"),
+             **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
+             **{name: (name.replace("_", " "), "higher") for name in HIGHER},
+             "train_loss": ("training loss", "lower")}
+    return {name: title for name, title in known.items() if name in names}
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     """Yield a row for each result at the last step that all runs share, else at each run's last step."""
-    names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
-    tasks = task_names(names, runs[0].hellaswag)
-    # The main result of the first run comes first.
-    main = runs[0].main
-    titles = {main.curve: (main.title.lower(), "higher"), "val_loss": ("validation loss", "lower"),
-              "val_perplexity": ("perplexity", "lower"), "val_bits_per_byte": ("bits per byte", "lower"),
-              **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
-              **{name: (name.replace("_", " "), "higher") for name in HIGHER},
-              "train_loss": ("training loss", "lower")}
-
-    for name, (label, better) in titles.items():
-        if name not in names:
-            continue
+    all_failed, main = all(map(has_failed, runs)), runs[0].main
+    for name, (label, better) in titles(runs).items():
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
-        shared = set.intersection(*({*curve.x} for curve in curves if curve.newest))
+        # A run that failed does not shorten the others.
+        steps = [{*curve.x} for run, curve in zip(runs, curves)
+                 if curve.newest and (all_failed or not has_failed(run))]
+        shared = set.intersection(*steps) if steps else set()
         rows = [(f"{label} (last)", None, [curve.newest and curve.newest[1] for curve in curves])]
         if shared:
             last = int(max(shared))
-            rows = [(f"{label} at step {last:,}", better, [curve.newest and last for curve in curves])]
+            rows = [(f"{label} at step {last:,}", better, [last if last in curve.x else None
+                                                           for curve in curves])]
         if name == main.curve:
             best = [curve.best(main.higher) for curve in curves]
             rows.append((f"{label} (best)", better, [each and each[1] for each in best]))
@@ -188,10 +228,11 @@ def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired
         factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
         size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
         p = f"p = {least:.2g}" if least >= 1e-4 else "p < 0.0001"
-        better, result = None, f"{a} and {b} do not differ significantly: {size}"
+        better, result = None, f"these two models do not differ significantly, {a} and {b}: {size}"
         if least < SIGNIFICANT:
             better = "b" if (test.difference < 0) == kind.lower else "a"
-            result = "{} is better than {} by {}".format(*((b, a) if better == "b" else (a, b)), size)
+            names = (b, a) if better == "b" else (a, b)
+            result = "of these two models, {} is better than {} by {}".format(*names, size)
         made[a, b] = {
             "name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
             "difference": test.difference, "stderr": test.stderr, "p": least, "better": better,

@@ -65,8 +65,8 @@ def test_runs_of_other_seeds_tell_an_effect_from_chance(trained, tmp_path):
     losses = np.array([[(trained if name == "run" else arm_of(trained, folder, name)).metrics()[-1]["val_loss"] for name in pair] for pair in names])
     (row,) = [each for each in data["seeds"] if each["name"].startswith("validation loss at step 6")]
     assert np.allclose([row["runs"], row["arms"]], losses.T)
-    expected = pytest.importorskip("scipy.stats").ttest_rel(losses[:, 1], losses[:, 0])
-    assert (row["p"], row["difference"] / row["stderr"]) == pytest.approx((expected.pvalue, expected.statistic))
+    assert row["difference"] == pytest.approx((losses[:, 1] - losses[:, 0]).mean())
+    assert row["sentence"] == "undecided between the run and the other arm" and data["answer"].endswith(f"{row['sentence']}."), "of three seeds"
     assert row["spread"] == pytest.approx(losses[:, 0].std(ddof=1))
     (prompt,) = data["prompts"]
     assert prompt["prompt"] == "The cow" and prompt["run"] and prompt["without"]
@@ -131,18 +131,18 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
                 "rows": [{"text": HOSTILE, "estimate": 0.12, "truth": -0.05}]},
             "tests": [share | {"name": "noah accuracy", "a_value": 1.0, "b_value": 0.283, "difference": -0.717}],
             "seeds": [{"name": "noah accuracy at step 6", "runs": [1.0, 1.0], "arms": [0.25, 0.35], "spread": 0.0, "difference": -0.7,
-                       "stderr": 0.05, "p": 0.045}], "prompts": [{"prompt": HOSTILE, "run": "red", "without": "blue"}]}
+                       "sentence": "the run is better than the other arm by 70.0 ± 9.0 points"}], "answer": HOSTILE, "prompts": [{"prompt": HOSTILE, "run": "red", "without": "blue"}]}
     page, errors = browser.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text))
     page.goto(without.write_page(tmp_path / "page.html", data).as_uri())
     text = page.inner_text("main")
     for words in ("2 of 107 examples", "continues the checkpoint of step 2", "The first step that differs is 3, by loss, tensors",
-                  "100.0 %\t28.3 %\t−71.7 ± 4.1 points\t< 0.0001\t120", "25.0 %, 35.0 %\t0.0 %\t−70.0 ± 5.0 points\t0.045",
+                  "100.0 %\t28.3 %\t−71.7 ± 4.1 points\t< 0.0001\t120", "25.0 %, 35.0 %\t0.0 %\t−70.0 points\tthe run is better than the other arm by 70.0 ± 9.0 points",
                   "rank correlation of estimate and truth is 0.5 over 1", "+0.120\t−0.050", HOSTILE):
         assert words in text, f"{words!r} is not in {text}"
     assert text.split("\n\n")[1] == ("Without 2 of 107 examples (2.3 % of the tokens), the noah accuracy at step 6, as a mean over 2 seeds, "
-                                     "is 70.0 ± 5.0 points lower: 30.0 % instead of 100.0 %."), "it begins with the result"
+                                     f"is 70.0 points lower: 30.0 % instead of 100.0 %. {HOSTILE}"), "it begins with the result"
     assert page.evaluate("groups.get('steps').charts.map((chart) => chart.lines.length)") == [4] and page.locator("img").count() == 0
     assert errors == [] and violations(page) == []
     page.close()

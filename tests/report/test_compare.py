@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.schema import packed_bits
+from extensions.decide import ERROR, compare
 from extensions.report.compare import comparison
 from extensions.report.data import RunReader
 from extensions.report.paired import mcnemar, paired_t, sign_test
@@ -82,14 +83,18 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "COMPILE", "values": [None, "true"]}], \
         "what is logged and kept does not matter"
     rows = {row["name"]: row["cells"] for row in found["results"]}
-    assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}] * 2
+    assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}, {"value": 2.0, "stderr": 0.1, "step": 10, "is_better": True}]
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
-    assert rows["stories accuracy at step 10"] == [{"value": 0.5, "stderr": None, "step": 10}] * 2
+    assert rows["stories accuracy at step 10"][0] == {"value": 0.5, "stderr": None, "step": 10}
     accuracy, loss = found["tests"]
-    assert accuracy["sentence"] == "stories accuracy at step 10: b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
+    assert accuracy["sentence"] == "stories accuracy at step 10: of these two models, b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
-    assert loss["sentence"].startswith("validation loss at step 10: b is better than a by 0.1") and "16 items" in loss["sentence"]
+    assert loss["sentence"].startswith("validation loss at step 10: of these two models, b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
+    assert found["sentences"][:2] == [accuracy["sentence"], loss["sentence"]] and found["sentences"][2].startswith("One seed each: this compares models, not recipes")
+    marked = [(row["name"], [bool(cell and cell.get("is_better")) for cell in row["cells"]]) for row in found["results"]
+              if any(cell and cell.get("is_better") for cell in row["cells"])]
+    assert marked == [("validation loss at step 10", [False, True]), ("stories accuracy at step 10", [False, True])], "bold only where a test says so"
 
 
 def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
@@ -107,15 +112,16 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
 def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     metrics = [{"step": 0, "val_loss": 3.0}, {"step": 10, "val_loss": 2.5}]
     runs = [write_run(tmp_path / name, {"SEED": seed, "LEARNING_RATE": rate}, metrics, scored(0, right[0]) + scored(10, right[0]))
-            for name, seed, rate in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2))]
+            for name, seed, rate in (("a", 1, 1), ("b", 1, 3), ("c", 1, 2))]
     lines = scored(0, right[0]) + scored(10, right[0])
     lines[-1]["loss"][3] = None
-    runs.append(write_run(tmp_path / "nan", {"SEED": 2, "LEARNING_RATE": 2}, [metrics[0], {"step": 10, "val_loss": None}], lines))
+    runs.append(write_run(tmp_path / "nan", {"SEED": 1, "LEARNING_RATE": 4}, [metrics[0], {"step": 10, "val_loss": None}], lines))
     found = comparison(runs)
     assert [cell["value"] for cell in found["results"][0]["cells"]] == [2.5, 2.5, 2.5, None], "at step 10, not at the last finite one"
-    assert [each["results"][0]["mean"] for each in found["configurations"]] == [2.5, None] and found["tests"][-1]["name"] == "validation loss"
+    assert found["configurations"] == []
     assert found["refused"] == ["validation: at step 10, scores of nan are NaN or infinite, so there is no test"] * 3
     assert {test["step"] for test in found["tests"]} == {10} and len(found["tests"]) == 6 + 3
+    assert [each for each in found["sentences"] if each.startswith("One seed")] == found["sentences"], "of more than two runs, a matrix"
 
 
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
@@ -130,25 +136,60 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     for runs, better in ((losses[:2], ["lower", "lower", "higher", "higher", "higher"]), (losses[1:], [None] * 4 + ["higher"])):
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same do not differ significantly: 0.0 ± 0.0 points (p = 1, 1,000 items)"
+    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: these two models do not differ significantly, a and same: 0.0 ± 0.0 points (p = 1, 1,000 items)"
 
 
-def test_runs_that_differ_only_in_their_seeds_are_one_configuration(tmp_path):
+@pytest.fixture
+def seeded(tmp_path):
+    """Write runs: losses by learning rate and seed; None is a run that failed at step 0."""
+    def write(losses):
+        runs = []
+        for rate, values in losses.items():
+            for seed, loss in enumerate(values):
+                name = f"{rate}-{seed}"
+                settings = {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": name, "MAX_STEPS": 10}
+                metrics = [{"step": 0, "val_loss": 3.0, "time": 1.0}]
+                metrics += [{"step": 10, "val_loss": loss, "time": 2.0}] * (loss is not None)
+                run = write_run(tmp_path / name, settings, metrics, [])
+                end = {"time": 3.0, "step": metrics[-1]["step"], "event": "end", "reason": "finished" if loss is not None else "the loss is NaN"}
+                (run.folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ({"time": 0.0, "step": 0, "event": "start"}, end)))
+                run.read()
+                runs.append(run)
+        return runs
+
+    return write
+
+
+def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
     stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
-    losses = {rate: 2.0 + shift + 0.05 * rng.normal(size=3) for rate, shift in ((0.1, 0), (0.2, 0.1), (0.3, -0.2), (0.4, 0.02))}
-    runs = [write_run(tmp_path / f"{rate}-{seed}", {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": f"{rate}-{seed}"},
-                      [{"step": 10, "val_loss": loss}], []) for rate, values in losses.items() for seed, loss in enumerate(values)]
+    losses = {rate: 2.0 + shift + 0.05 * rng.normal(size=8) for rate, shift in ((0.1, 0), (0.2, 0.5), (0.3, -0.5), (0.4, 0.0))}
+    runs = seeded(losses)
     found = comparison(runs)
-    base, *others = found["configurations"]
     assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses]
     for made, values in zip(found["configurations"], losses.values()):
         assert (made["results"][0]["mean"], made["results"][0]["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
-    plain = [stats.ttest_rel(losses[0.1], losses[rate]).pvalue for rate in (0.2, 0.3, 0.4)]
-    order = np.argsort(plain)
-    holm = np.minimum(1, np.maximum.accumulate(np.array([3, 2, 1]) * np.sort(plain)))
-    assert [test["b"] for test in found["tests"]] == [made["name"] for made in others] and {test["a"] for test in found["tests"]} == {base["name"]}
-    assert [found["tests"][place]["p"] for place in order] == pytest.approx(holm.tolist())
-    means = [values.mean() for values in losses.values()]
-    assert [test["difference"] for test in found["tests"]] == pytest.approx([mean - means[0] for mean in means[1:]])
-    assert found["tests"][0]["sentence"].startswith("validation loss at step 10: LEARNING_RATE=0.1 ") and "3 seeds)" in found["tests"][0]["sentence"]
-    assert comparison(runs[::3])["configurations"] == [], "no two runs differ only in their seeds"
+    assert found["tests"] == [], "the unit is a seed, not an item"
+    worse, better, unknown = found["sentences"]
+    for text, rate in ((worse, 0.2), (better, 0.3)):
+        verdict = compare(losses[rate] - losses[0.1], ERROR / 3)
+        winner, loser = (0.1, rate) if rate == 0.2 else (rate, 0.1)
+        assert text == (f"validation loss at step 10: LEARNING_RATE={winner} is better than LEARNING_RATE={loser} by "
+                        f"{abs(verdict.difference):.4f} ± {verdict.half:.4f} (8 seeds in common)"), "the error is shared by three comparisons"
+    assert unknown.startswith("validation loss at step 10: undecided between LEARNING_RATE=0.1 and LEARNING_RATE=0.4: ")
+    assert comparison(runs[::8])["configurations"] == [], "no two runs differ only in their seeds"
+    assert comparison(runs[:3] + runs[8:11])["sentences"] == [
+        "validation loss at step 10: undecided between LEARNING_RATE=0.1 and LEARNING_RATE=0.2 (3 seeds in common; 6 or more can decide)"]
+
+
+def test_two_seeds_of_one_recipe_are_not_tested(seeded):
+    """Issue 71: a run was called better than its twin, p = 0.00075."""
+    found = comparison(seeded({0.1: [2.0, 2.092]}))
+    assert found["sentences"] == ["validation loss at step 10: the same settings, 2 seeds: they span 0.0920"] and found["tests"] == []
+
+
+def test_a_failed_run_is_named_and_left_out_of_means(seeded):
+    found = comparison(seeded({0.1: [2.0, 2.1, 2.2], 0.2: [2.5, None, 2.7]}))
+    assert found["results"][0]["name"] == "validation loss at step 10", "not at step 0, where the failed run ended"
+    assert [cell and cell["value"] for cell in found["results"][0]["cells"]] == [2.0, 2.1, 2.2, 2.5, None, 2.7]
+    assert [(made["results"][0]["n"], made["results"][0]["mean"]) for made in found["configurations"]] == [(3, pytest.approx(2.1)), (2, pytest.approx(2.6))]
+    assert found["sentences"][1] == "0.2-1 failed after 0 of 10 steps: the loss is NaN; it is left out of means" and "2 seeds in common" in found["sentences"][0]

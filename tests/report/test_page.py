@@ -64,6 +64,7 @@ def report(*runs: dict) -> dict:
     test = {"name": "validation loss", "a": "first", "b": "second", "step": 1000, "n": 8, "a_value": 2.5, "b_value": 3.5,
             "difference": 1.0, "stderr": 0.1, "p": 0.001, "better": "a", "sentence": "first is better by one"}
     comparison = {"settings": [{"name": "SEED", "values": [*range(len(runs))]}], "tests": [test], "refused": [],
+                  "sentences": [test["sentence"], "One seed each."],
                   "results": [{"name": "validation loss (last)", "better": "lower", "cells": cells}]}
     return {"format": 1, "title": " and ".join(each["name"] for each in runs), "generated": 1.7e9, "live": False, "runs": [*runs],
             "charts": charts, "comparison": comparison if len(runs) > 1 else None}
@@ -207,7 +208,7 @@ def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate(SMALL_TARGETS) == []
     assert page.locator("section:visible h2").all_inner_texts() == [
-        "Overview", "Comparison", "Charts", "Samples", "Time and interruptions", "Alarms", "Data", "Settings"]
+        "Is one better than the other?", "Charts", "Overview", "Comparison", "Samples", "Time and interruptions", "Alarms", "Data", "Settings"]
     background = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(f"{background}.match(/\\d+/)[0] < 100") == (scheme == "dark")
     assert page.locator("#display").is_visible() == (width == 390) != page.locator("#theme").is_visible()
@@ -312,6 +313,31 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
     assert page.evaluate("charts.get('loss').lines.length") == 6
     assert page.locator("#comparison table").first.locator("tbody tr").count() == 4, "a matrix of paired tests"
     assert page.locator("#time .box").first.locator(".bar").count() == 3, "one bar of phases for each run that is shown"
+
+
+def test_a_comparison_begins_with_its_sentence_and_averages_from_six_runs_on(show, four):
+    cells = [{"value": 2.5, "stderr": 0.1, "step": 1000, "is_better": True}, {"value": 2.4, "stderr": 0.1, "step": 1000}]
+    two = report(run("a1", 0.3), run("a2", 0.1))
+    one_group = {"name": "all runs", "runs": ["a1", "a2"], "results": [{"n": 2, "mean": 2.5, "stderr": 0.1}]}
+    two["comparison"] |= {"configurations": [one_group], "results": [{"name": "speed", "better": "higher", "cells": cells}]}
+    page = show(two)
+    assert page.inner_text("main").split("\n\n")[:2] == ["Is one better than the other?", "first is better by one"]
+    positions = page.evaluate("['answer', 'charts', 'overview', 'comparison'].map((id) => byId(id).getBoundingClientRect().top)")
+    assert positions == sorted(positions), "the sentence, curves, tables"
+    assert page.evaluate("new Set(charts.get('loss').lines.map((line) => line.color)).size") == 2, "two runs, two colours"
+    assert page.locator("#comparison .best").all_inner_texts() == ["2.500 ± 0.100\n(better)"], "by a test, not the larger value"
+    runs = [run(f"{arm}{seed}", 0.1 * seed) for arm in "ab" for seed in range(6)]
+    for count, lines in ((6, 2), (5, 10)):
+        some = [each for each in runs if int(each["name"][1]) < count]
+        data = report(*some)
+        data["comparison"]["configurations"] = [{"name": arm, "runs": [each["name"] for each in some if each["name"][0] == arm],
+                                                 "results": [{"n": count, "mean": 2.5, "stderr": 0.1}]} for arm in "ab"]
+        data["comparison"]["sequence"] = {"columns": ["seed", "a", "b"], "rows": [["1337", "2.5", "2.4"]]}
+        page = show(data)
+        page.evaluate("view.hidden.clear(); refresh()")
+        found = page.evaluate("charts.get('loss').lines.filter(({series}) => series.curve === 'train_loss').map((line) => line.color)")
+        assert (len(found), len({*found})) == (lines, 2), "one line for six runs, else one for each, in the colour of the arm"
+        assert "The sequence" in page.inner_text("#answer")
 
 
 def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):

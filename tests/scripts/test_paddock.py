@@ -54,7 +54,7 @@ echo "[\\"uv\\", \\"$*\\", null, null]" >> "$LOG"
 info=$(echo "$(dirname "$4")"/../lib/python*/site-packages)/torch.dist-info && mkdir "$info" && \\
     printf 'Name: torch\\nVersion: 2.13.0+cpu\\n' > "$info/METADATA" && touch "$info/INSTALLER" "$info/RECORD"
 '''
-RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "sweep": "sweep.py", "race": "dev/ab_benchmark.py", "pipeline": "pipeline.py",
+RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "sweep": "sweep.py", "decide": "decide.py", "pipeline": "pipeline.py",
         "runs": "runs.py",
         "report": "report.py", "eval": "evaluate.py", "chat": "chat.py", "serve": "chat.py --serve", "generate": "generate.py",
         "import": "import_checkpoint.py", "verify": "verify_checkpoint.py", "doctor": "doctor.py", "replay": "replay_step.py",

@@ -24,7 +24,12 @@ try {
 
 const isSeveral = () => report.runs.length > 1;
 const isMany = () => report.runs.length > 2;
-const groupsOfSeeds = () => (view.isGrouped && report.comparison?.configurations) || [];
+const FEWEST_AVERAGED = 6;  // runs in a mean curve
+/** Runs that differ only in seeds; those of a single group are told apart as others are. */
+function groupsOfSeeds() {
+  const groups = (view.isGrouped && report.comparison?.configurations) || [];
+  return groups.length > 1 || report.runs.length >= FEWEST_AVERAGED ? groups : [];
+}
 const shown = () => report.runs.filter((run) => !view.hidden.has(run.name));
 const letter = (run) => (isSeveral() ? LETTERS[report.runs.indexOf(run) % 26] : "");
 const named = (run) => `${letter(run)} ${run.name}`.trim();
@@ -114,16 +119,17 @@ function linesOf(chart, runs) {
   });
 }
 
-/** One line per group of runs that differ only in seeds: mean, and a band from lowest to highest. */
+/** One line per group of at least six runs that differ only in seeds: mean, and a band from lowest to highest. */
 function groupLines(lines) {
   const families = new Map(), groups = groupsOfSeeds();
   for (const line of lines) {
     const index = groupIndex(line.run), key = index < 0 ? line.key : `${index} ${line.curve}`;
     families.set(key, [...(families.get(key) || []), {...line, group: groups[index]}]);
   }
-  return [...families].map(([key, family]) => {
+  return [...families].flatMap(([key, family]) => {
     const label = `${family[0].group?.name} ${family[0].series.label}`;
-    return family.length < 2 ? family[0] : {...combined(family, mean), key, label, letter: "", error: null};
+    return family.length < FEWEST_AVERAGED ? family
+      : {...combined(family, mean), key, label, letter: "", error: null};
   });
 }
 
@@ -348,32 +354,38 @@ function matrices(tests) {
     ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
 
-/** A row of results, with the best cell highlighted. */
+/** A row of results; what a test says to be better is highlighted. */
 function resultRow({name, better, cells, percent}) {
   const how = {percent: percent ?? isShare(name)};
   const given = cells.filter((cell) => cell && cell.value !== null);
-  const sign = better === "lower" ? 1 : -1, best = sign * least(given.map(({value}) => sign * value));
   const isSameStep = new Set(given.map(({step}) => step)).size < 2;
   return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map((cell) => {
     if (!cell) return "–";
-    const isBest = better && cell.value === best && given.some(({value}) => value !== best);
-    return h("span", {class: isBest && "best"}, measured(cell.value, cell.stderr, how),
-      isBest && aside(" (best)"),
+    return h("span", {class: cell.is_better && "best"}, measured(cell.value, cell.stderr, how),
+      cell.is_better && aside(" (better)"),
       !isSameStep && h("small", {}, ` at step ${whole(cell.step)}`));
   })];
+}
+
+/** What seeds, or the items of an evaluation, say; of ./paddock decide, also the sequence of its pairs. */
+function answer() {
+  const {sentences = [], sequence} = report.comparison ?? {};
+  if (!sentences.length) return [];
+  const [first, ...others] = sentences;
+  return [box(h("p", {class: "answer"}, first),
+    others.length > 0 && h("ul", {class: "tests"}, others.map((each) => h("li", {}, each))),
+    sequence && table("The sequence: results of all arms, after each seed", sequence.columns, sequence.rows))];
 }
 
 function comparison() {
   if (!report.comparison) return [];
   const {settings: differing, results, tests, refused, configurations = []} = report.comparison;
   const names = report.runs.map(named);
-  const sentences = [...tests.map((test) => test.sentence), ...refused];
   const list = (each) => h("ul", {class: "tests"}, each.map((sentence) => h("li", {}, sentence)));
   const how = {places: placesOf([configurations[0]?.results[0].mean ?? 1])};
   const overSeeds = configurations.map(({name, runs, results: [{n, mean, stderr}]}) =>
-    [name, whole(runs.length),
+    [name, n === runs.length ? whole(n) : `${whole(n)} of ${whole(runs.length)}`,
       n && mean === null ? "not finite" : format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
-  const isMatrix = isMany() && tests.some(({a}) => report.runs.some(({name}) => name === a));
   const values = differing.map((each) => [each.name, ...each.values.map((value) => value ?? "–")]);
   const tables = [
     results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
@@ -382,9 +394,8 @@ function comparison() {
   return [box(
     overSeeds.length > 0 && table("Over seeds, ± standard error",
       ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
-    isMatrix && tests.length > 0 && [matrices(tests),
-      refused.length > 0 && h("details", {}, h("summary", {}, "Runs without a test"), list(refused))],
-    sentences.length > 0 && !isMatrix && [h("h3", {}, "Is one better than the other?"), list(sentences)],
+    isMany() && tests.length > 0 && matrices(tests),
+    refused.length > 0 && h("details", {open: !isMany()}, h("summary", {}, "Runs without a test"), list(refused)),
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
@@ -497,7 +508,7 @@ function settings() {
 
 // --------------------------------------------------------------------------------------------------- display
 
-const SECTIONS = {overview, comparison, facts, samples, time, alarms, sources, settings};
+const SECTIONS = {answer, overview, comparison, facts, samples, time, alarms, sources, settings};
 
 /** Draw the report with the current display options. */
 function refresh() {
@@ -539,8 +550,10 @@ function setIcon(state) {
 }
 
 function receive(data) {
-  if (!report) data.runs.slice(8).forEach(({name}) => view.hidden.add(name));  // show only the first 8
+  // Of a sweep, show only the first 8; the runs of ./paddock decide are few arms.
+  if (!report && !data.comparison?.sequence) data.runs.slice(8).forEach(({name}) => view.hidden.add(name));
   report = data;
+  if (isSeveral()) byId("charts").after(byId("overview"));  // the sentence, curves, tables
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   const isRunning = run.state === "running" && run.max_steps > 0;
   fill(byId("progress"), !isSeveral() && [

@@ -8,7 +8,7 @@ const valueOf = (result, value) => measured(value, 0, {percent: isShare(result)}
 /** The size of a difference, and its standard error. */
 const differenceOf = (result) => {
   const [scale, how, unit] = isShare(result) ? [100, {places: 1}, " points"] : [1, {}, ""];
-  return measured(scale * Math.abs(result.difference), scale * result.stderr, how).join("") + unit;
+  return measured(scale * Math.abs(result.difference), scale * (result.stderr || 0), how).join("") + unit;
 };
 const pOf = (p) => (p < 1e-4 ? "< 0.0001" : format(p, {}, 2));
 const color = (index) => `var(--color-${index % 8})`;
@@ -45,7 +45,7 @@ const rows = data.tests.map((test) => [test.name, valueOf(test, test.a_value), v
 const seedRow = (each) => {
   const side = (values) => values.map((value) => valueOf(each, value)).join(", ");
   return [each.name, side(each.runs), side(each.arms), valueOf(each, each.spread),
-    `${signOf(each)}${differenceOf(each)}`, pOf(each.p)];
+    `${signOf(each)}${differenceOf(each)}`, each.sentence];
 };
 
 /** The main result: over seeds, if there are several. */
@@ -59,7 +59,7 @@ function verdict() {
   const [before, after] = over ? [mean(over.runs), mean(over.arms)] : [test.a_value, test.b_value];
   return `${made}, the ${name} is ${differenceOf(main)} ${main.difference < 0 ? "lower" : "higher"}: `
     + `${valueOf(main, after)} instead of ${valueOf(main, before)}`
-    + `${main.p < 0.05 ? "" : `, which may be chance (p = ${pOf(main.p)})`}.`;
+    + `${over || main.p < 0.05 ? "" : `, which may be chance (p = ${pOf(main.p)})`}. ${data.answer}`;
 }
 
 byId("main").replaceChildren(...[
@@ -67,14 +67,14 @@ byId("main").replaceChildren(...[
   h("p", {class: "health"}, verdict()),
   section("What differs", change, h("p", {}, `The other arm ${data.fork ? `continues the checkpoint of step ${data.fork.toLocaleString("en")}` : "begins at the start"}. ${parted}`)),
   section("What it did", data.curves.flat(2).length > 1 && h("div", {id: "losses", class: "charts"}), rows.length
-    ? table("Paired differences of the other arm on the same items, at the last step", ["result", "the run", "the other arm", "difference", "p", "items"], rows)
+    ? table("Paired differences of these two models on the same items, at the last step", ["result", "the run", "the other arm", "difference", "p", "items"], rows)
     : h("p", {}, "The arms have no evaluation of the same items in common."),
     h("p", {class: "note"}, "± is one standard error. Losses: paired t-test. Right or wrong answers: exact McNemar test. The p-values of a metric have Holm's correction.")),
   data.seeds.length > 0 && section("Is it chance?",
     table(`Over ${data.curves.length} seeds, which change initial weights, order and dropout of both arms`,
-      ["result", "the run, by seed", "the other arm", "spread of seeds", "mean difference", "p"],
+      ["result", "the run, by seed", "the other arm", "spread of seeds", "mean difference", "verdict"],
       data.seeds.map(seedRow)),
-    h("p", {class: "note"}, "The spread is the standard deviation of the runs over seeds. The difference is paired by seed.")),
+    h("p", {class: "note"}, "The spread is the standard deviation of the runs over seeds. The difference is paired by seed. A verdict takes six seeds or more, and is right for 95 % of equal recipes.")),
   data.influence && section("Which examples matter for this answer?",
     h("p", {}, "Prompt: ", h("q", {}, data.influence.prompt), ", answer: ", h("q", {}, data.influence.answer), `; its loss is ${format(data.influence.loss)} nats.`),
     h("p", {}, `${data.influence.screened.toLocaleString("en")} examples were screened (TracIn); the top ones were left out one by one. The rank correlation of estimate and truth is ${format(data.influence.correlation, {}, 2)} over ${data.influence.rows.length}.`),

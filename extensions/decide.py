@@ -1,0 +1,148 @@
+"""Is recipe A different from recipe B? The unit is a seed; extensions/report/paired.py compares two models.
+
+Runs of two recipes with the same seed are a pair. If the recipes are equal, it is chance which result is
+whose, so the sign of each difference is a fair coin, whatever its size. `evidence` bets on these signs. It
+stays below 1 / error for ever with a probability of at least 1 - error (Ville's inequality), so it may be
+read after every pair. As a pair at most doubles it, a decision at an error of 5 % takes at least six pairs.
+
+Sources: Ramdas et al. 2020, arXiv:2009.03167, for bets on symmetry; Wang and Ramdas 2023, arXiv:2310.03722,
+for the sequential t interval.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+ERROR = 0.05  # of decisions, unless the user names another
+BETS = (1.0, 2.0, 4.0)  # large ones win sooner if all signs agree, small ones survive a sign that does not
+MOST = 2.0  # root mean squares that a difference counts at most, so that no pair ends all bets
+PRIOR = 0.5  # 1 / variance of effect / deviation, which makes the t interval narrow from 6 to 30 pairs
+
+
+class Verdict(NamedTuple):
+    """What the pairs so far say of B against A."""
+
+    outcome: str  # "decided", "margin" (no difference that matters) or "undecided"
+    pairs: int
+    difference: float  # B's mean result minus A's; infinite if runs failed
+    half: float  # the interval is difference ± half; infinite if there are too few pairs, or runs failed
+    favoured: int  # sign of the difference; where runs failed, the sign of most pairs
+
+
+def evidence(differences: np.ndarray) -> np.ndarray:
+    """Return the evidence (..., n) after each pair that the differences (..., n) do not scatter around 0.
+
+    It is the mean capital of six gamblers, who start with 1. Each stakes a share of the capital on the sign
+    of the next difference: tanh(bet x size), where sizes are in units of the root mean square so far.
+    """
+    is_finite = np.isfinite(differences)
+    squares = np.cumsum(np.where(is_finite, differences, 0.0) ** 2, -1)
+    scale = np.sqrt(squares / np.maximum(1, np.cumsum(is_finite, -1)))
+    with np.errstate(invalid="ignore"):
+        sizes = np.where(differences == 0, 0.0, differences / np.where(scale > 0, scale, 1e-300))
+    stakes = [np.tanh(bet * np.clip(sizes, -MOST, MOST)) for bet in BETS]
+    return np.mean([np.cumprod(1 + sign * stake, -1) for stake in stakes for sign in (1, -1)], axis=0)
+
+
+def t_halves(differences: np.ndarray, error: float) -> np.ndarray:
+    """Return half the width (..., n) of the sequential t interval after each pair; infinite for too few.
+
+    It is where the Bayes factor of a normal prior on effect / deviation, with the right Haar prior on the
+    deviation, equals 1 / error. Source: Wang and Ramdas 2023; Gönen et al. 2005 for the form.
+    """
+    n = np.arange(1, differences.shape[-1] + 1)
+    means = np.cumsum(differences, -1) / n
+    squares = np.maximum(0.0, np.cumsum(differences ** 2, -1) - n * means ** 2)
+    shrinkage = PRIOR / (n + PRIOR)
+    factor = (shrinkage ** -0.5 / error) ** (2 / n)
+    known = shrinkage * factor < 1  # else, no t is large enough
+    per_degree = (factor - 1) / np.where(known, 1 - shrinkage * factor, 1.0)  # t^2 / (n - 1)
+    return np.where(known, np.sqrt(per_degree * squares / n), np.inf)
+
+
+def sign_half(differences: np.ndarray, error: float) -> float:
+    """Return the largest distance from the mean at which the signs do not exclude a difference."""
+    mean = differences.mean()
+    spread = max(np.abs(differences - mean).max(), 1e-12 * abs(mean), 1e-150)
+    distances = spread * np.geomspace(0.01, 100, 400)
+    shifts = mean + np.stack([distances, -distances])[..., None]
+    inside = (evidence(differences - shifts)[..., -1] < 1 / error).any(0)
+    return np.inf if inside[-1] else float(distances[np.flatnonzero(inside).max(initial=-1) + 1])
+
+
+def compare(differences: Sequence[float], error: float = ERROR, margin: float = 0.0) -> Verdict:
+    """Return the verdict on B after these differences B - A, which may be infinite where a run failed.
+
+    The interval has every difference that the signs or the t interval do not exclude. So it holds if the
+    differences are normal, and if they are symmetric. The recipes differ if it does not contain 0. If runs
+    failed, there is no mean, and the signs decide alone.
+    """
+    values = np.asarray(differences, float)
+    proof = evidence(values)[-1] if len(values) else 1.0
+    favoured = int(np.sign(np.sign(values).sum() if np.isinf(values).any() else values.sum()))
+    if not len(values) or np.isinf(values).any():
+        mean, half = (favoured * math.inf if favoured else 0.0), math.inf
+        is_decided = proof >= 1 / error
+    else:
+        mean = float(values.mean())
+        half = float(max(t_halves(values, error)[-1], sign_half(values, error)))
+        is_decided = proof >= 1 / error and abs(mean) > half
+    outcome = "decided" if is_decided and favoured else (
+        "margin" if abs(mean) + half <= margin else "undecided")
+    return Verdict(outcome, len(values), mean, half, favoured)
+
+
+def fewest_pairs(error: float) -> int:
+    """Return the number of pairs below which nothing can be decided: with equal differences."""
+    return next(n for n in range(1, 100) if evidence(np.ones(n))[-1] >= 1 / error)
+
+
+class Look(NamedTuple):
+    """Several arms after a number of seeds."""
+
+    seeds: int
+    left: list[str]
+    verdicts: dict[tuple[str, str], Verdict]  # the newest of each two arms
+    is_over: bool  # one is left, or those left have no difference that matters
+
+
+def look(results: Mapping[str, Sequence[float]], lower: bool, error: float, margin: float) -> Look:
+    """Look at all arms' results after every seed, and drop arms that are worse, until it is over.
+
+    Each two arms have an equal share of the error. Results are infinite where runs failed; an arm that is
+    out has no results of later seeds.
+    """
+    left, verdicts, seeds = list(results), {}, 0
+    share = error / max(1, math.comb(len(results), 2))
+    is_over = len(left) < 2
+    while not is_over and seeds < min(len(results[arm]) for arm in left):
+        seeds, out = seeds + 1, set()
+        for a, b in combinations(left, 2):
+            pairs = zip(results[a][:seeds], results[b][:seeds])
+            verdict = compare([0.0 if one == other else other - one for one, other in pairs], share, margin)
+            verdicts[a, b] = verdict
+            if verdict.outcome == "decided":
+                out.add(a if (verdict.favoured < 0) == lower else b)
+        left = [arm for arm in left if arm not in out]
+        is_over = len(left) < 2 or all(verdicts[pair].outcome == "margin" for pair in combinations(left, 2))
+    return Look(seeds, left, verdicts, is_over)
+
+
+def sentence(a: str, b: str, verdict: Verdict, lower: bool, percent: bool = False) -> str:
+    """Return which of two recipes is better, or what is known of their difference."""
+    factor, places, unit = (100, 1, " points") if percent else (1, 4, "")
+    difference, half = factor * verdict.difference, factor * verdict.half
+    interval = ""
+    if math.isfinite(half):
+        ends = f"{difference - half:+.{places}f} and {difference + half:+.{places}f}"
+        interval = f"{b} minus {a} is between {ends}{unit}"
+    if verdict.outcome == "decided":
+        better, worse = (b, a) if (verdict.favoured < 0) == lower else (a, b)
+        size = f" by {abs(difference):.{places}f} ± {half:.{places}f}{unit}" if interval else ""
+        return f"{better} is better than {worse}{size}"
+    if verdict.outcome == "margin":
+        return f"{a} and {b} have no difference that matters: {interval}"
+    return f"undecided between {a} and {b}{interval and f': {interval}'}"

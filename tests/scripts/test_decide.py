@@ -1,0 +1,151 @@
+"""./paddock decide: ordinary runs, looked at after each seed, until the question is decided; a killed comparison resumes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import pytest
+from commands import Command, python
+from factories import TinyRun
+
+from common.errors import SettingsError
+from extensions.report.data import RunReader
+from scripts import decide
+from scripts.decide import Comparison
+
+
+def folder_of(run: TinyRun, name: str = "decide-learning_rate"):
+    return run.output_dir / name
+
+
+def data_of(page) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+
+
+@pytest.mark.slow
+def test_a_comparison_is_killed_and_resumed(prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
+    command = ("scripts/decide.py", "--vary", "learning_rate=0.0001,0.02", "--pairs", "1", *flags)
+    first = folder_of(run) / "decide-learning_rate-0.0001-seed1337"
+    with Command(run, *command) as started:
+        started.wait_for((first / "metrics.jsonl").exists)
+        os.kill(started.pid, signal.SIGTERM)
+        assert started.wait() == 143 and "Run the same command again" in started.text()
+    done = python(*command)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line.startswith("validation loss: ")]
+    assert answers == ["validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; 1 pair so far, --pairs allows no more; "
+                       "a decision takes 6 or more."]
+    names = {path.name for path in folder_of(run).glob("decide-*") if path.is_dir()}
+    assert names == {f"decide-learning_rate-{rate}-seed{seed}" for rate in ("0.0001", "0.02") for seed in (1337,)}
+    comparison = data_of(folder_of(run) / "decide.html")["comparison"]
+    assert comparison["sentences"] == [answers[-1], "All arms read the same rows in every step."]
+    differences = [float(row[3]) for row in comparison["sequence"]["rows"]]
+    losses = [[RunReader(folder_of(run) / f"decide-learning_rate-{rate}-seed{seed}", "") for rate in ("0.0001", "0.02")]
+              for seed in (1337,)]
+    for pair, difference in zip(losses, differences):
+        for reader in pair:
+            reader.read()
+        assert pair[1].value("val_loss") - pair[0].value("val_loss") == pytest.approx(difference, abs=1e-4)
+    again = python(*command)
+    assert again.returncode == 0 and answers[-1] in again.stdout and "===" not in again.stdout, "nothing is trained again"
+    other = python(*command, "--margin=0.1")
+    assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
+
+
+@pytest.mark.slow
+def test_two_files_with_one_recipe_are_the_same_recipe_and_a_budget_ends_it(prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    flags = [flag for flag in run.argv() if not flag.startswith(("--run-name", "--log-every", "--keep-last", "--max-steps"))]
+    for name, lines in (("a", "MAX_STEPS=1\n"), ("b", "MAX_STEPS=1\nKEEP_LAST=2\n"), ("c", "MAX_STEPS=2\n")):
+        (tmp_path / f"{name}.env").write_text(lines)
+    same = python("scripts/decide.py", tmp_path / "a.env", tmp_path / "b.env", *flags)
+    assert same.returncode == 0, same.stderr
+    assert "a and b are the same recipe: with seed 1337, all steps are equal" in same.stdout
+    unequal = python("scripts/decide.py", tmp_path / "a.env", tmp_path / "c.env", "--budget", "0.00001", *flags)
+    assert unequal.returncode == 0, unequal.stderr
+    assert "(c has 2.00 times the tokens and 2.00 times the FLOPs of a)" in unequal.stdout
+    assert "1 pair so far, the budget of 1e-05 h does not allow another" in unequal.stdout
+    equal = python("scripts/decide.py", "--vary", "total_batch_size=64,128", "--equal=tokens", "--pairs=1", *flags, "--max-steps=4")
+    assert equal.returncode == 0 and "tokens" not in equal.stdout.split("validation loss")[1], equal.stdout + equal.stderr
+
+
+def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs")
+    for flags, reason in (([], "name the arms"), (["--vary", "learning_rate=0.1"], "two or more arms"),
+                          (["--vary", "learning_rate=0.1,0.1"], "two or more arms"), (["--vary", "learning_rate=x,0.1"], "LEARNING_RATE=x"),
+                          (["--vary", "learning_rate=0.1,0.2", "--error=1"], "--error")):
+        done = python("scripts/decide.py", *flags, *run.argv())
+        assert done.returncode == 2 and reason in done.stderr, done.stderr
+    assert not run.output_dir.exists()
+
+
+def fake_run(folder, loss, reason="finished", settings=(), rows="same"):
+    """A run of two steps that ended with this loss, or failed."""
+    folder.mkdir(parents=True)
+    steps = 2 if reason == "finished" else 1
+    (folder / "config.json").write_text(json.dumps({"TRAINING_STAGE": "pretrain", "MAX_STEPS": 2, "TOTAL_BATCH_SIZE": 64, **dict(settings)}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "val_loss": loss, "time": 1.0}) + "\n")
+    (folder / "ledger.jsonl").write_text("".join(json.dumps({"step": step, "rows_crc32": rows, "loss": loss, "grad_norm": 1.0, "updated": True})
+                                                 + "\n" for step in range(1, steps + 1)))
+    events = [{"time": 1.0, "step": 0, "event": "start"}, {"time": 2.0, "step": steps, "event": "end", "reason": reason}]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """Compare arms whose runs exist: losses by arm and seed, where text is the reason of a failure."""
+    class FakeTrial(decide.Trial):
+        pass
+
+    def compare(losses, error=0.05, margin=0.0, pairs=20, judge=None, **kinds):
+        folder = tmp_path / "runs" / "x"
+        shutil.rmtree(folder, ignore_errors=True)
+        for arm, values in losses.items():
+            for seed, value in enumerate(values):
+                loss, reason = (None, value) if isinstance(value, str) else (value, "finished")
+                fake_run(folder / f"x-{arm}-seed{seed}", loss, reason, **kinds.get(arm, {}))
+        monkeypatch.setattr(decide, "make_trial", lambda folder, flags, chosen: FakeTrial(folder, flags))
+        monkeypatch.setattr(decide, "gpus_of", lambda config: [None])
+        config = SimpleNamespace(seed=0, data_seed=None, output_dir=str(tmp_path / "runs"))
+        args = SimpleNamespace(name="x", judge=judge, error=error, margin=margin, pairs=pairs, budget=float("inf"), equal=None)
+        comparison = Comparison(args, [decide.Arm(arm, arm, [], config) for arm in losses])
+        comparison.run()
+        return data_of(folder / "decide.html")["comparison"]
+
+    return compare
+
+
+def test_the_sentence_says_what_the_runs_say(compared):
+    better = compared({"a": [2.0, 2.1, 2.2, 2.1, 2.0, 2.2, 9.0], "b": [1.5, 1.61, 1.69, 1.6, 1.51, 1.7, 0.0]})["sentences"]
+    assert better[0].startswith("validation loss: b is better than a by 0.4983 ± ") and "decided after 6 of at most 20 pairs" in better[0]
+    assert better[1:] == ["All arms read the same rows in every step."]
+    alike = compared({"a": [2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001], "b": [2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0]},
+                     margin=0.01, b={"rows": "others"})["sentences"]
+    assert "a and b have no difference that matters: b minus a is between -0.0" in alike[0] and len(alike) == 1, "other rows are not called the same"
+    with pytest.raises(SettingsError, match="--judge accuracy.*val_loss"):
+        compared({"a": [2.0], "b": [2.1]}, judge="accuracy")
+    undecided = compared({"a": [2.0, 2.0], "b": [2.1, 1.9]}, pairs=2)["sentences"][0]
+    assert undecided == ("validation loss: undecided between a and b; 2 pairs so far, --pairs allows no more; a decision takes 6 or more.")
+
+
+def test_a_failed_run_counts_as_the_worst_and_is_named(compared):
+    failed = compared({"a": [2.0] * 8, "b": [2.1, "loss is NaN", 2.1, 2.1, 2.1, 2.1, 2.1, 2.1]})
+    assert failed["sentences"][0].startswith("validation loss: a is better than b; decided after 6 of at most 20 pairs")
+    assert "x-b-seed1 failed, which counts as the worst." in failed["sentences"][0]
+    assert [row[2] for row in failed["sequence"]["rows"]][:3] == ["2.1000", "inf", "2.1000"]
+
+
+def test_several_arms_share_the_error_and_the_worse_ones_go(compared):
+    losses = {"a": [2.0 + 0.001 * seed for seed in range(12)], "b": [2.5 + 0.001 * seed for seed in range(12)],
+              "c": [1.0 + 0.0011 * seed for seed in range(12)]}
+    found = compared(losses)
+    assert found["sentences"][0].startswith("validation loss: c is the best of 3; decided after ")
+    seeds = int(re.search(r"after (\d+)", found["sentences"][0])[1])
+    assert seeds > 6, "three comparisons share the error, so six pairs are not enough"
+    assert sum("is better than" in each for each in found["sentences"]) == 3
+    assert len(found["sequence"]["rows"]) == seeds
