@@ -1,7 +1,6 @@
 """Build a model, compile and wrap it for the hardware, load its weights, and check them against settings."""
 
 import os
-import random
 import shutil
 import sys
 import sysconfig
@@ -12,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,18 +87,6 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
     torch.use_deterministic_algorithms(True)  # torch.compile respects it too
     torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time here
     torch.backends.cudnn.deterministic = True
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all generators for one step of one rank, so that no generator state has to be saved."""
-    entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
-    torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
-    if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
-        torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
-    elif torch.backends.mps.is_available():
-        torch.mps.manual_seed(int(entropy) & (2**63 - 1))
-    random.seed(int(entropy))
-    np.random.seed(int(entropy) & 0xFFFFFFFF)
 
 
 # --------------------------------------------------------------------------------------- building
