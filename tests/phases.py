@@ -63,8 +63,8 @@ BOUNDS = {
     "functions of extensions/ entered": Bound(None, 0, 0),
     "agreements of ranks in the core": Bound(None, 24, 25),
     "agreements of ranks in the file with most": Bound(None, 7),
-    "settings": Bound(None, 172),
-    "rules that exclude combinations": Bound(None, 55, 55)}
+    "settings": Bound(None, 174),
+    "rules that exclude combinations": Bound(None, 57, 55)}
 
 
 # ------------------------------------------------------------------------------ in the process that trains
