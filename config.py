@@ -137,6 +137,9 @@ class ModelConfig(Section):
     rope_high_freq_factor: float = fixed(
         4.0, "RoPE scaling keeps pairs with more rotations than this; yarn: 32", gt=0)
     rope_original_max_len: int = fixed(8192, "context length before RoPE scaling", ge=1)
+    dropout: float = curve(
+        0.0, "dropout on embeddings and on the outputs of attention and feed-forward, in training",
+        ge=0, lt=1)
     tie_embeddings: bool = fixed(True, "share one matrix between embedding and head")
     init_std: float = by_content(
         0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
@@ -219,6 +222,9 @@ class OptimConfig(Section):
         None, "passes over the training data; replaces MAX_STEPS; without either: sft 3, dpo 1", gt=0)
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
     learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
+    learning_rate_factors: Optional[str] = curve(
+        None, "pattern:factor,... multiplies the rate of parameters, such as tok_embeddings*:0.2,*norm*:3",
+        separator=",")
     min_learning_rate: Optional[float] = curve(None, "final learning rate; none = LEARNING_RATE / 10", ge=0)
     warmup_steps: Union[int, float] = curve(100, "steps of linear warm-up; below 1, their share", ge=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] = curve("cosine", "wsd = warm-up, stable, linear decay")
@@ -256,6 +262,12 @@ class OptimConfig(Section):
     @property
     def final_learning_rate(self) -> float:
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
+
+    @property
+    def rate_factors(self) -> list[tuple[str, float]]:
+        """LEARNING_RATE_FACTORS as patterns with their factors. Raises ValueError."""
+        entries = [entry.strip().rpartition(":") for entry in (self.learning_rate_factors or "").split(",")]
+        return [(pattern, float(factor)) for pattern, _, factor in entries if pattern or factor]
 
     @property
     def rows_per_step(self) -> int:
@@ -623,6 +635,13 @@ def batch_rules(c: Config) -> Iterator[str]:
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
     if c.final_learning_rate > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
+    try:
+        is_valid = all(pattern and 0 < factor < math.inf for pattern, factor in c.rate_factors)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        yield (f"LEARNING_RATE_FACTORS={c.learning_rate_factors} does not have the form pattern:factor,... "
+               "with factors above 0; an example is tok_embeddings*:0.2")
     if c.warmup_steps > 1 and c.warmup_steps % 1:
         yield f"WARMUP_STEPS={c.warmup_steps} must be a whole number, or below 1 a share of the steps"
     if c.early_stopping_patience and not c.validate_every:

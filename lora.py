@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
 from model import Linear, Transformer, VocabularyMatrix
+from model_kernels.dropout import Dropout
 from model_kernels.head import HeadWeight, embed
 from model_kernels.matmul import FrozenProduct, dequantize, linear, quantize
 from parallel.fsdp import ReadRows, load_rows, local_rows, put
@@ -67,14 +68,14 @@ class LoRALinear(FrozenLinear):
         super().__init__(base, config.lora_base_quantization)
         rank, device = config.lora_rank, base.weight.device
         self.scale = config.lora_alpha / (math.sqrt(rank) if config.lora_rslora else rank)
-        self.dropout, self.enabled = config.lora_dropout, True
+        self.dropout, self.enabled = Dropout(config.lora_dropout), True
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
             return super().forward(x)
-        dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
+        dropped = self.dropout(x) if self.dropout.rate and self.training else None
         base = self.weight, self.scales, (self.out_features, self.in_features)
         return FrozenProduct.apply(x, *base, dropped, self.lora_A, self.lora_B, self.scale)
 

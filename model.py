@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, padded
 from model_kernels.attention import AttentionPlan, attend, plan_attention, rotate
+from model_kernels.dropout import Dropout
 from model_kernels.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from model_kernels.matmul import linear, upcast_for_matmul
 
@@ -149,10 +150,11 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_drop, self.ffn_drop = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, plan: AttentionPlan) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), plan)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD), plan.store is not None)
+        x_BTD = x_BTD + self.attention_drop(self.attention(self.attention_norm(x_BTD), plan))
+        return x_BTD + self.ffn_drop(self.feed_forward(self.ffn_norm(x_BTD), plan.store is not None))
 
 
 class VocabularyMatrix(nn.Module):
@@ -187,6 +189,7 @@ class Transformer(nn.Module):
         self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
         self.source: Any = None  # model_utils.Source, if the weights were loaded
         self.tok_embeddings = VocabularyMatrix(padded(vocab_size), config.dim)
+        self.embedding_drop = Dropout(config.dropout)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else VocabularyMatrix(padded(vocab_size), config.dim)
@@ -252,7 +255,7 @@ class Transformer(nn.Module):
                                    document_ids_BT)
         else:
             plans = cache.plan(tokens_BT.shape[1])
-        x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
+        x_BTD = self.embedding_drop(self.tok_embeddings(tokens_BT).to(self.compute_dtype))
         recomputes = self.config.activation_checkpointing == "block" and torch.is_grad_enabled()
         for block, plan in zip(self.layers, plans):
             if recomputes:

@@ -92,7 +92,7 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all generators for one step of one rank, so that no generator state has to be saved."""
+    """Seed all generators for one step of one rank, so that an objective of your own resumes exactly."""
     entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
     torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
     if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later

@@ -43,6 +43,7 @@ NAMED_SPECIALS = (
     "<|eot_id|>", "<|python_tag|>")
 SPECIALS = NAMED_SPECIALS + tuple(f"<|reserved_special_token_{number}|>" for number in range(2, 247))
 
+OTHER_CHARACTERS = "remove it, or use a tokenizer of all characters"  # after what lacks one
 # tiktoken's regex engine overflows its stack on longer runs. Meta's code cuts at the same places.
 MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
@@ -408,6 +409,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
         try:
             ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
         except BaseException as error:  # a panic in the Rust library is not an Exception
+            if "Missing [UNK]" in str(error):
+                raise DataError(f"TOKENIZER_PATH={self._name}: its vocabulary lacks a character of the text "
+                                f"that starts with {text[:40]!r}; {OTHER_CHARACTERS}") from None
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that starts "

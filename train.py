@@ -53,10 +53,11 @@ import torch
 from torch import Tensor
 
 from common.activity import ACTIVITY, phase
-from dataloaders import Batch
+from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
+from model_kernels.dropout import choose_masks
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.build import open_run
@@ -292,8 +293,13 @@ def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> di
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
     reducer.model.train()  # an evaluation may have switched dropout off
     sums: dict[str, Tensor] = {}
+    config, ranks, step = run.config, run.ranks, run.progress.step
+    micro_batches = config.rows_per_step // config.micro_batch_size
+    row = first_micro_batch(micro_batches, ranks.rank, ranks.world_size) * config.micro_batch_size
     for number, batch in enumerate(batches, 1):
-        with reducer.add(run.progress.step, is_last=number == len(batches)):
+        choose_masks(run.model, config.seed, step, row, len(batch.tokens_BT))
+        row += len(batch.tokens_BT)
+        with reducer.add(step, is_last=number == len(batches)):
             with phase("forward"):
                 total, metrics = run.objective.loss_sum(reducer.model, batch)
                 mean = total * reducer.loss_scale

@@ -127,14 +127,18 @@ class PreparationPlan(NamedTuple):
 
 
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
-    """Return the documents of each split as a flat array of ids, in order."""
+    """Return the documents of each split as a flat array of ids, in order, and the rejected ones."""
     tokenizer = text_tokenizer(worker_tokenizer(spec))
+    coverage, refused = coverage_of(tokenizer), []
     texts: dict[str, list[str]] = {split: [] for split in (*SPLITS, "")}
     for document in documents:
-        texts[document.split or spec.split_of(document)].append(document.text)
+        if reason := coverage.refusal(document.text):
+            refused.append((document.where, reason))
+        else:
+            texts[document.split or spec.split_of(document)].append(document.text)
     return ChunkTokens({split: Tokens(np.array(tokenizer.document_ids(texts[split]), spec.dtype),
-                                      len(texts[split])) for split in SPLITS}, [], reserved=len(texts[""]),
-                       lost=coverage_of(tokenizer).lost(chain(*map(texts.get, SPLITS))))
+                                      len(texts[split])) for split in SPLITS}, refused,
+                       reserved=len(texts[""]), lost=coverage.lost(chain(*map(texts.get, SPLITS))))
 
 
 def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:

@@ -1,26 +1,49 @@
-"""Training a tokenizer's vocabulary, and its file in tiktoken's format."""
+"""Training a tokenizer's vocabulary, and its file: BPE in tiktoken's format, or single characters."""
 
 import base64
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.errors import DataError, SettingsError
 from common.files import atomic_write, disk_errors
 from tokenizer import BYTE_TO_CHAR, PATTERN, split_long
 
+DOCUMENT_END = "<|endoftext|>"
+
 
 def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
     """Write ranks in tiktoken's format, atomically."""
-    path = Path(path)
     lines = [base64.b64encode(token) + b" %d\n" % rank
              for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
+    write(Path(path), b"".join(lines))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, and the folder that holds it, atomically."""
     with disk_errors(path, DataError, "choose another path"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_bytes(b"".join(lines))
+            temporary.write_bytes(content)
+
+
+def write_characters(texts: Iterable[str], path: str | Path) -> int:
+    """Write a tokenizer.json with an id for each character of the texts, by code point; return their number.
+
+    The library refuses to encode any other character, because the vocabulary has no unknown token.
+    """
+    characters = sorted(set().union(*texts))
+    if not characters:
+        raise DataError("the text has no character; provide some text")
+    ids = {character: number for number, character in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(ids))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([DOCUMENT_END])
+    write(Path(path), tokenizer.to_str(pretty=True).encode())
+    return len(characters)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:

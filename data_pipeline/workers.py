@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Library
 from common.errors import DataError, PaddockError
 from data_pipeline.shards import Tokens
 from data_pipeline.sources import Reading, Source
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import OTHER_CHARACTERS, Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
 # The share of all hashes that is held out, by small sets and large ones alike, so that no set trains on what
@@ -106,6 +106,7 @@ class Coverage:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.normalize, self.is_complete = tokenizer, str, True
+        self.characters: frozenset[str] | None = None  # of a tokenizer that refuses all others
         if isinstance(tokenizer, Tokenizer):  # which has all bytes
             return
         loaded = Library.from_str(tokenizer.tokenizer_json)
@@ -114,10 +115,18 @@ class Coverage:
             self.normalize = loaded.normalizer.normalize_str
         unknown = model.get("unk_token")
         self.unknown_id = model.get("unk_id") if unknown is None else loaded.token_to_id(unknown)
+        if model["type"] == "WordLevel" and self.unknown_id is None:
+            self.characters = frozenset("".join(model["vocab"]))
+            return
         # Together, these characters have every byte of UTF-8, so nothing is lost if none of them is.
         self.is_complete = False
         probes = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x10000)])
         self.is_complete = not any(map(self.lost, zip(probes)))
+
+    def refusal(self, text: str) -> str:
+        """Return why the tokenizer refuses a text; "" if it does not."""
+        unknown = set(self.normalize(text)) - self.characters if self.characters else ()
+        return f"{min(unknown)!r} is not in the vocabulary; {OTHER_CHARACTERS}" if unknown else ""
 
     def lost(self, texts: Iterable[str]) -> Counter[str]:
         """Return the characters that vanish or become the unknown token. Spaces do not count."""

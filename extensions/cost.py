@@ -283,6 +283,7 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
         kept = compute_bytes * (config.dim * (norms + inputs) + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)
         kept += len(targets_of(config)) * compute_bytes * config.lora_rank
+        kept += 2 * config.dim * (config.dropout > 0)  # masks
         return kept + FLOAT32 * (norms + config.n_heads) + scores
     # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
     # attended values and their log-sums, the output of wo, gate and up, and the norms' inputs and factors ...

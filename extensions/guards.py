@@ -23,7 +23,7 @@ from evaluation.during_run import due
 from extensions.report.numbers import number_text
 from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
-from model_utils import forced_eager, seed_step
+from model_utils import forced_eager
 from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
@@ -129,7 +129,6 @@ class Divergence:
 @collective
 def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     """Recompute this rank's part of a step; return if it is finite. Collective if the model is sharded."""
-    seed_step(run.config.seed, run.progress.step, run.ranks.rank)
     local = Reducer(run.model, Ranks(device=run.ranks.device), run.config)
     local.loss_scale = run.ranks.world_size / count
     if not fsdp.is_sharded(run.model):

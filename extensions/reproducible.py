@@ -23,7 +23,6 @@ from common.errors import SettingsError
 from config import Config
 from dataloaders import first_micro_batch
 from learn.optim import REDUCERS, Optimizer, Reducer
-from model_utils import seed_step
 from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
 from parallel.ranks import Ranks, collective
 
@@ -99,7 +98,7 @@ class ReproducibleReducer(Reducer):
 
     def __init__(self, model: nn.Module, ranks: Ranks, config: Config,
                  optimizer: Optional[Optimizer] = None):
-        self.model, self.ranks, self.seed = model, ranks, config.seed
+        self.model, self.ranks = model, ranks
         micro_batches = config.reproducible_micro_batches
         if is_sharded(model):
             check_alignment(model, config.ranks_per_copy)
@@ -132,7 +131,6 @@ class ReproducibleReducer(Reducer):
     @contextmanager
     def add(self, step: int, is_last: bool) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward, which adds its gradients."""
-        seed_step(self.seed, step, self.done)
         chunk, nothing = CHUNK[self.ranks.device.type], torch.zeros(2, device=self.ranks.device)
         ranges = [nothing] * len(self.not_finite)
 

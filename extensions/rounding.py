@@ -287,8 +287,7 @@ class RoundingReducer(Reducer):
                 scale = clip_scale(last_norm, self.config.max_grad_norm)
             for optimizer in self.optimizer.optimizers:
                 optimizer.grad_scale, optimizer.found_inf = scale, self.is_empty.float()
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(progress.updates, self.config)
+                optimizer.set_rate(learning_rate(progress.updates, self.config))
                 optimizer.start(self.matrices.values())
 
     @contextmanager

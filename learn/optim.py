@@ -1,5 +1,6 @@
 """A step's gradients over micro-batches and ranks; AdamW and Muon, and the learning-rate schedule."""
 
+import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -159,7 +160,7 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
 
 
 class GroupOptimizer:
-    """Base class of the optimizers of some groups of parameters, each with its `weight_decay`.
+    """Base class of the optimizers of some groups of parameters, each with `weight_decay` and `factor`.
 
     An update divides the gradients by `grad_scale`, and is skipped if `found_inf` is not 0: scalars on the
     device, None = 1 and 0. Not of torch, whose wrappers for compiled optimizers import torch._dynamo (1 s).
@@ -171,9 +172,14 @@ class GroupOptimizer:
     found_inf: Optional[Tensor] = None
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, whole: "Optimizer"):
-        self.param_groups = [{"lr": config.learning_rate, **group} for group in groups]
+        self.param_groups = [{"factor": 1.0, **group} for group in groups]
+        self.set_rate(config.learning_rate)
         self.config, self.whole = config, whole
         self.state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+
+    def set_rate(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr * group["factor"]
 
     def step(self) -> None:
         """Update the parameters that have a gradient."""
@@ -252,8 +258,9 @@ class Muon(GroupOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        group, = self.param_groups
-        momentum, decay = self.config.muon_momentum, 1 - group["lr"] * group["weight_decay"]
+        momentum, rates = self.config.muon_momentum, {}
+        for group in self.param_groups:
+            rates |= dict.fromkeys(group["params"], (group["lr"], 1 - group["lr"] * group["weight_decay"]))
         gradients = [matrix.grad for matrix in self.matrices]
         if self.grad_scale is not None:
             torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
@@ -272,10 +279,10 @@ class Muon(GroupOptimizer):
         computed = fsdp.compute_in_turns(self.shapes, stack, newton_schulz, self.like, self.dtype,
                                          self.whole.ranks)
         for (_, *shape), batch, updates in zip(self.shapes, self.batches, computed):
-            lr = group["lr"] * 0.2 * math.sqrt(max(shape))
             self._assign(batch, (
-                (matrix.float() * decay).sub_(update.to(matrix.device, torch.float32), alpha=lr)
-                for matrix, update in zip(batch, updates)))
+                (matrix.float() * decay).sub_(update.to(matrix.device, torch.float32),
+                                              alpha=lr * 0.2 * math.sqrt(max(shape)))
+                for matrix, update, (lr, decay) in zip(batch, updates, map(rates.get, batch))))
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Assign new values unless the update is skipped, which only the device knows."""
@@ -289,6 +296,22 @@ OPTIMIZERS: dict[str, tuple[type[GroupOptimizer], type[GroupOptimizer]]] = {
     "adamw": (AdamW, AdamW), "muon": (Muon, AdamW)}
 # The same of an extension, for `Config.special_update`.
 SPECIAL_OPTIMIZERS: dict[str, tuple[type[GroupOptimizer], type[GroupOptimizer]]] = {}
+
+
+def rate_factors(config: OptimConfig, names: Iterable[str]) -> dict[str, float]:
+    """Return the factors of LEARNING_RATE_FACTORS by the names of parameters; 1 without a pattern."""
+    names, pattern_of, factors = [*names], {}, dict.fromkeys(names, 1.0)
+    setting = f"LEARNING_RATE_FACTORS={config.learning_rate_factors}"
+    for pattern, factor in config.rate_factors:
+        if not (matched := fnmatch.filter(names, pattern)):
+            tied = "" if "output.weight" in names else ". With TIE_EMBEDDINGS, the head is tok_embeddings"
+            raise SettingsError(f"{setting}: no trained parameter matches {pattern}; the names are "
+                                f"{', '.join(names[:12])}, ...{tied}")
+        for name in matched:
+            if name in pattern_of:
+                raise SettingsError(f"{setting}: {pattern_of[name]} and {pattern} match {name}; remove one")
+            pattern_of[name], factors[name] = pattern, factor
+    return factors
 
 
 class Optimizer:
@@ -318,12 +341,19 @@ class Optimizer:
         matrices = [p for p, name in self.names.items() if of_matrices is not of_rest and p.ndim >= 2
                     and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
         rest = [p for p in self.names if not any(p is other for other in matrices)]
-        groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-                  {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
-        self.optimizers = [of_rest([group for group in groups if group["params"]], config, self)]
+        factors = rate_factors(config, self.names.values())
+
+        def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+            by_factor: dict[float, list[nn.Parameter]] = defaultdict(list)
+            for parameter in parameters:
+                by_factor[factors[self.names[parameter]]].append(parameter)
+            return [{"params": members, "weight_decay": weight_decay, "factor": factor}
+                    for factor, members in by_factor.items()]
+
+        decayed = groups([p for p in rest if p.ndim >= 2], config.weight_decay)
+        self.optimizers = [of_rest(decayed + groups([p for p in rest if p.ndim < 2], 0.0), config, self)]
         if matrices:
-            decayed = {"params": matrices, "weight_decay": config.weight_decay}
-            self.optimizers.append(of_matrices([decayed], config, self))
+            self.optimizers.append(of_matrices(groups(matrices, config.weight_decay), config, self))
 
     @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
@@ -346,8 +376,7 @@ class Optimizer:
                 torch._foreach_div_([p.grad for p in self.names if p.grad is not None], grad_scale)
             grad_scale = found_inf = None
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            optimizer.set_rate(lr)
             optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
             optimizer.step()
 

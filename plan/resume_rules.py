@@ -152,10 +152,8 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
         warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "
                         f"{', '.join(unknown)}")
     if state["world_size"] != config.world_size and not config.reproducible:
-        has_dropout = config.lora_enabled and config.lora_dropout
-        dropout = ", and LoRA dropout draws different numbers" if has_dropout else ""
         warnings.append(f"the number of ranks was {state['world_size']}, is {config.world_size}: each step "
-                        f"reads the same rows, but sums are rounded in a different order{dropout}")
+                        f"reads the same rows, but sums are rounded in a different order")
     return Changes(notes, warnings)
 
 

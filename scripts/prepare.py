@@ -43,6 +43,7 @@ def train_command(kind: str, folder: Path, used) -> str:
     config = loaded.config
     place = Path(mixture.read_mixture(folder).sources[0].set) if mixture.is_mixture(folder) else folder
     splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))
+    splits = {name: split for name, split in splits.items() if split["tokens"]}
     wanted = {"training_stage": stage, f"{stage}_data_path": folder,
               "tokenizer_path": config.tokenizer_path and used.tokenizer_path,
               "validate_every": config.validate_every if "validation" in splits else 0,

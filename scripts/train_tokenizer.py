@@ -1,7 +1,11 @@
-"""Train a byte-level BPE tokenizer on your own text; write a file in tiktoken's format for TOKENIZER_PATH.
+"""Make a tokenizer of your own text, for TOKENIZER_PATH.
 
     ./paddock prepare tokenizer books/ "news/*.jsonl" --vocab-size 32000 \\
         --output data/tokenizer.model
+    ./paddock prepare tokenizer book.txt --characters --output data/tokenizer.json
+
+--vocab-size trains a byte-level BPE, and writes it in tiktoken's format. With --characters, every character
+of the text is a token, and other characters are an error.
 """
 
 import argparse
@@ -16,7 +20,7 @@ from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, counted, print_safely, show
 from data_pipeline.sources import READABLE, Reading, Source, list_files, read_texts, source_of
-from data_pipeline.vocabulary import train_bpe, write_tiktoken
+from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
 from tokenizer import SPECIALS
 
 
@@ -24,8 +28,10 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N",
-                        help=f"vocabulary size, including 256 bytes but not {len(SPECIALS)} special tokens")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--vocab-size", type=int, metavar="N",
+                      help=f"vocabulary size, including 256 bytes but not {len(SPECIALS)} special tokens")
+    kind.add_argument("--characters", action="store_true", help="one token for each character of the text")
     parser.add_argument("--output", required=True, type=local_path, metavar="FILE", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--column", metavar="NAME", help="column that contains the text (default: text)")
@@ -34,6 +40,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.output == Path():
         parser.error("--output must be a file")
+    if args.characters and args.output.suffix != ".json":
+        parser.error(f"--characters writes a tokenizer.json, so --output {args.output} must end in .json")
     if args.output.is_file() and not args.overwrite:
         parser.error(f"{args.output} already exists; choose another file, or add --overwrite")
     return args
@@ -57,12 +65,16 @@ def main() -> None:
                   or any(file.format != "text" for file in list_files(source))] or sources[:1]
         sources = [replace(source, column=args.column) if source in tables else source for source in sources]
     texts = (document.text for source in sources for document in read_texts(source, reading))
-    ranks = train_bpe(texts, args.vocab_size)
-    write_tiktoken(ranks, args.output)
+    if args.characters:
+        size, special = write_characters(texts, args.output), 1
+    else:
+        ranks = train_bpe(texts, args.vocab_size)
+        write_tiktoken(ranks, args.output)
+        size, special = len(ranks), len(SPECIALS)
     for record in reading.listing():
         print_safely(f"skipped {record}", sys.stderr)
-    show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
-         f"{len(ranks) + len(SPECIALS):,} ids; {counted(reading.bad, 'record')} skipped",
+    show(f"Wrote {args.output}: {size:,} tokens and {counted(special, 'special token')}, "
+         f"{size + special:,} ids; {counted(reading.bad, 'record')} skipped",
          f"Add to .env: TOKENIZER_PATH={args.output}",
          *(f"Prepare text with it: {prepare_command(name, source, args)}"
            for name, source in zip(args.sources, sources)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
 from common.errors import DataError
-from data_pipeline.vocabulary import train_bpe, write_tiktoken
+from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -352,3 +352,31 @@ def test_script_trains_on_files_and_folders(tmp_path):
     assert (tmp_path / "out" / "c.model").stat().st_mtime_ns == before
     assert run("out/c.model", "texts", "--overwrite").returncode == 0
     assert (tmp_path / "out" / "c.model").stat().st_mtime_ns != before
+
+
+def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):
+    """Ids as nanoGPT's prepare.py for Shakespeare gives them; transformers reads the file."""
+    text = "Grüße an alle!\n\t<|endoftext|> Ä"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    done = python("scripts/train_tokenizer.py", "--characters", "--output", "tokenizer.json", "text.txt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ids = {character: number for number, character in enumerate(sorted(set(text)))}
+    assert f"{len(ids)} tokens and 1 special token" in done.stdout
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode(text) == [ids[character] for character in text] and tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_id == tokenizer.document_start_id == len(ids) and tokenizer.vocab_size == len(ids) + 1
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert theirs("alle!")["input_ids"] == tokenizer.encode("alle!") and theirs.decode(tokenizer.encode("alle!")) == "alle!"
+    with pytest.raises(DataError, match="its vocabulary lacks a character of the text that starts with 'zu'"):
+        tokenizer.encode("zu")
+
+
+def test_a_text_with_other_characters_is_a_bad_record(tmp_path):
+    write_characters(["abc\n"], tmp_path / "tokenizer.json")
+    (tmp_path / "text.txt").write_text("ab\ncäz\nba\n", encoding="utf-8")
+    command = ["scripts/load_pretrain_dataset.py", "--source", "text.txt", "--documents", "line", "--tokenizer-path", "tokenizer.json",
+               "--validation-fraction", "0"]
+    refused = python(*command, cwd=tmp_path)
+    assert refused.returncode and "text.txt:2: 'z' is not in the vocabulary; remove it" in " ".join(refused.stderr.split())
+    done = python(*command, "--on-bad-record", "skip", cwd=tmp_path)
+    assert done.returncode == 0 and "2 documents" in done.stdout and "1 bad record" in done.stdout, done.stdout + done.stderr

@@ -41,10 +41,10 @@ from scripts import runs
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows):
-    large, gradients, _ = a_step(uneven_batches(8), MAX_GRAD_NORM=0)
-    small, others, _ = a_step(uneven_batches(rows), MAX_GRAD_NORM=0)
+@pytest.mark.parametrize("rows, dropout", [(1, 0), (2, 0), (4, 0), (2, 0.2)])
+def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows, dropout):
+    large, gradients, _ = a_step(uneven_batches(8), MAX_GRAD_NORM=0, DROPOUT=dropout)
+    small, others, _ = a_step(uneven_batches(rows), MAX_GRAD_NORM=0, DROPOUT=dropout)
     assert furthest(gradients, others) < 1e-6
     assert small.loss == pytest.approx(large.loss, rel=1e-6) and small.grad_norm == pytest.approx(large.grad_norm, rel=1e-5)
 

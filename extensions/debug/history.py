@@ -264,7 +264,7 @@ def replay_rows(run_dir: Path, step: int) -> dict[int, tuple[int, str]]:
     """Return the rank of each row of a step, and its loss and gradient norm as text, without dropout."""
     config, world_size = read_settings(run_dir, NO_FLAGS, step)
     run = open_run(run_dir, config, step, show)
-    show(f"{run_dir}: weights of {replay_before(run, step, world_size, read_step_log(run_dir, step))[0]}")
+    show(f"{run_dir}: weights of {replay_before(run, step, read_step_log(run_dir, step))[0]}")
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
     reports = {report.row: str(report) for report in examine_rows(run, rows, 1)}
     return {row: (number * world_size // len(rows), reports[row]) for number, row in enumerate(rows)}

@@ -5,7 +5,6 @@ Nothing is written into the run's folder. Shape suffixes: B rows, T tokens.
 """
 
 import copy
-import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import train
@@ -29,10 +28,10 @@ from common.text import counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, Rows, SourceRows
 from extensions.guards import FirstBad, describe_tensors
-from learn.objectives import LossSum, token_logprobs
+from learn.objectives import token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_kernels.head import IGNORE_INDEX
-from model_utils import is_vocabulary, seed_step
+from model_utils import is_vocabulary
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.layers import Layer
 from plan.make import Plan
@@ -267,22 +266,11 @@ def start_before(run_dir: Path, config: Config, step: int, warn: store.Warn) -> 
 # ------------------------------------------------------------------------------------------ the steps
 
 
-def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
-    """Take the next step like a run on `world_size` ranks; `count` is the number of units in the step."""
+def take_step(run: Run, batches: list[Batch], count: int) -> StepResult:
+    """Take the next step; `count` is the number of units in the step."""
     if prepare := getattr(run.objective, "prepare_step", None):
         batches, count, _ = prepare(batches, run.progress.step)
-    per_rank, done, objective = max(1, len(batches) // world_size), itertools.count(), run.objective
-
-    def loss_sum(model: nn.Module, batch: Batch) -> LossSum:
-        # Reproduce dropout: each rank seeded its generators before its first micro-batch.
-        rank, within = divmod(next(done), per_rank)
-        if not within:
-            seed_step(run.config.seed, run.progress.step, rank)
-        return objective.loss_sum(model, batch)
-
     reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
-    if not run.config.reproducible:  # which has the same bits on any number of ranks
-        run = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
     return train.take_step(run, reducer, batches, count, learning_rate(run.progress.updates, run.config))
 
 
@@ -293,8 +281,7 @@ def difference(now: float, then: Optional[float]) -> float:
     return abs(now - then) / max(abs(then), 1e-12)
 
 
-def replay_before(run: Run, step: int, world_size: int,
-                  step_log: dict[int, dict[str, Any]]) -> tuple[str, bool]:
+def replay_before(run: Run, step: int, step_log: dict[int, dict[str, Any]]) -> tuple[str, bool]:
     """Take the steps before `step`; return a description, and whether their losses are the recorded ones."""
     # `largest` is the largest relative difference; `deviating` describes the first one beyond rounding.
     first, largest, deviating = run.progress.step + 1, 0.0, ""
@@ -305,7 +292,7 @@ def replay_before(run: Run, step: int, world_size: int,
     with run.inputs.training_batches(order, device, run.objective, run.progress.step) as loader:
         title = f"Replaying steps {first} to {step - 1}"
         for now in tqdm(range(first, step), desc=title, unit="step", delay=2, leave=False, disable=None):
-            result = take_step(run, *next(loader), world_size)
+            result = take_step(run, *next(loader))
             if not result.finite:
                 raise NonFiniteError(f"step {now} is not finite already: replay it, or add --at-checkpoint")
             if now in step_log:
@@ -382,7 +369,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
 
     If `at_checkpoint`, use the weights of the last checkpoint instead of replaying the steps after it.
     """
-    config, world_size = read_settings(run_dir, flags, step)
+    config, _ = read_settings(run_dir, flags, step)
     step_log = read_step_log(run_dir, step)
     then = step_log[step]
     run = open_run(run_dir, config, step, info)
@@ -397,7 +384,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     if at_checkpoint and run.progress.step < step - 1:
         weights, same_weights = f"of step {run.progress.step}, older than the recorded step's", False
     else:
-        weights, same_weights = replay_before(run, step, world_size, step_log)
+        weights, same_weights = replay_before(run, step, step_log)
     info(f"Weights: {weights}")
 
     # Row by row, in eager mode, as hooks watch the modules; then the step itself
@@ -409,7 +396,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
         reports = examine_rows(run, rows.tolist(), count)
         details = [line for report in reports[:rows_shown] for line in describe_row(run, bare, report)]
     run.progress.step = step - 1
-    result = take_step(run, batches, count, world_size)
+    result = take_step(run, batches, count)
     info(compare("Loss", result.loss, then["loss"]))
     info(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
     for line in (*parameters, *details, conclude(result, then, reports, bool(parameters),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from factories import new_model, run_ranks
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, SettingsError
 from config import Config, ModelConfig, OptimConfig
 from learn import optim
 from learn.optim import Muon, Optimizer, learning_rate
@@ -163,3 +163,52 @@ def test_ranks_divide_the_matrices_of_muon_and_get_the_bits_of_one_process(tmp_p
         assert {digest for digest, _ in found} == {whole} and len(found) == world_size, settings
         counts = [count for _, count in found]
         assert sum(counts) == every * world_size // share and max(counts) <= 1.25 * every / share, (settings, counts)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_factors_are_the_rates_of_torchs_parameter_groups(kind):
+    """One update of all from the same gradients; torch's Muon iterates in bf16."""
+    factors = {"tok_embeddings.weight": 0.2, "layers.1.attention.wq.weight": 3.0, "norm.weight": 0.5}
+    model, theirs = make_model(), dict(make_model().named_parameters())
+    setting = "tok_embeddings*:0.2,layers.1.*.wq.weight:3,norm.*:0.5"
+    optimizer = Optimizer(model, OptimConfig(optimizer=kind, learning_rate_factors=setting, weight_decay=0.5))
+
+    def groups(is_chosen):
+        return [{"params": [parameter], "lr": 0.01 * factors.get(name, 1), "weight_decay": 0.5 if parameter.ndim > 1 else 0}
+                for name, parameter in theirs.items() if is_chosen(name, parameter)]
+
+    def is_matrix(name, parameter):
+        return kind == "muon" and name.startswith("layers.") and parameter.ndim > 1
+
+    references = [torch.optim.AdamW(groups(lambda *of: not is_matrix(*of)), betas=(0.9, 0.95))]
+    if kind == "muon":
+        references.append(torch.optim.Muon(groups(is_matrix), adjust_lr_fn="match_rms_adamw"))
+    before = {name: parameter.detach().clone() for name, parameter in theirs.items()}
+    for (name, parameter), seed in zip(model.named_parameters(), range(100)):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        theirs[name].grad = parameter.grad.clone()
+    optimizer.step(0.01)
+    for reference in references:
+        reference.step()
+    for name, parameter in model.named_parameters():
+        change, expected = parameter.detach() - before[name], theirs[name].detach() - before[name]
+        coarse = is_matrix(name, parameter)
+        torch.testing.assert_close(change, expected, rtol=0, atol=float(expected.abs().max()) * (0.1 if coarse else 1e-4))
+        if coarse:  # its rounding hides no factor
+            assert float(change.norm() / expected.norm()) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("factors, message", [
+    ("wq*:2", r"no trained parameter matches wq\*; the names are tok_embeddings.weight, layers.0"),
+    ("tok_embeddings*:0.2,output*:0.004", r"no trained parameter matches output\*.* With TIE_EMBEDDINGS, the head is"),
+    ("*norm*:2,layers.0.*:3", r"\*norm\* and layers.0.\* match layers.0.attention_norm.weight; remove one")])
+def test_factors_without_one_meaning_are_refused(factors, message):
+    with pytest.raises(SettingsError, match=message):
+        Optimizer(make_model(), OptimConfig(learning_rate_factors=factors))
+
+
+def test_factors_of_1_change_no_bit():
+    models = make_model(), make_model()
+    for model, factors in zip(models, ("", "*wq*:1,norm.weight:1")):
+        train_loop(model, Optimizer(model, OptimConfig(optimizer="muon", learning_rate_factors=factors)), range(2))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

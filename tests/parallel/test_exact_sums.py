@@ -20,8 +20,8 @@ from config import Config
 from dataloaders import first_micro_batch
 from extensions.reproducible import HEADROOM_BITS, ReproducibleReducer, check_alignment, row_sums
 from learn.objectives import LossSum, NextToken
+from model_kernels.dropout import Dropout, choose_masks
 from model_kernels.head import IGNORE_INDEX
-from model_utils import seed_step
 from parallel.ranks import Ranks
 from run.run import Progress
 from train import accumulate_gradients
@@ -61,24 +61,22 @@ def test_a_sum_of_micro_batches_has_the_same_bits_in_any_order(small, monkeypatc
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_the_rank(ranks):
     """Of four micro-batches, so that three ranks have unequal numbers of them."""
-    config, drawn = Config(reproducible=True, micro_batch_size=1, max_seq_len=8, total_batch_size=32), []
-    dropout = nn.Dropout(0.5)
+    config, drawn = Config(reproducible=True, micro_batch_size=2, max_seq_len=8, total_batch_size=64), []
+    model, batch = nn.Sequential(nn.Linear(7, 5), Dropout(0.5)), SimpleNamespace(tokens_BT=torch.zeros(2, 8))
 
     def loss_sum(model, batch):
-        drawn.append(dropout(torch.ones(64)))
-        return LossSum(model(torch.zeros(7)).sum(), {})
+        drawn.append(model[1](torch.ones(2, 8, 16)))
+        return LossSum(model[0](torch.zeros(7)).sum(), {})
 
     for rank in range(ranks):
-        run = SimpleNamespace(config=config, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
+        run = SimpleNamespace(config=config, model=model, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
                               objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None), phase=lambda name: nullcontext())
-        reducer = ReproducibleReducer(nn.Linear(7, 5), run.ranks, config)
+        reducer = ReproducibleReducer(model, run.ranks, config)
         reducer.begin(UNITS, Progress())
         count = first_micro_batch(4, rank + 1, ranks) - first_micro_batch(4, rank, ranks)
-        accumulate_gradients(run, reducer, [None] * count)
-    for index, each in enumerate(drawn):
-        seed_step(config.seed, 3, index)
-        assert torch.equal(each, dropout(torch.ones(64)))
-    assert len(drawn) == 4 and not torch.equal(drawn[0], drawn[1])
+        accumulate_gradients(run, reducer, [batch] * count)
+    choose_masks(model, config.seed, 3, 0, 8)
+    assert torch.equal(torch.cat(drawn), model[1](torch.ones(8, 8, 16)))
 
 
 def test_a_sum_is_the_exact_one_rounded_once():

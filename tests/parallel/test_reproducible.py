@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from factories import MODES, Stages, TinyRun, assert_same_run, do_in_step
 
-PRETRAIN = {"TRAINING_STAGE": "pretrain"}
+PRETRAIN = {"TRAINING_STAGE": "pretrain", "DROPOUT": 0.2}
 FEATURES = {**MODES, "pretrain": PRETRAIN, "muon": {**PRETRAIN, "OPTIMIZER": "muon"},
             "untied": {**PRETRAIN, "TIE_EMBEDDINGS": "false"},
             "recomputed": {**PRETRAIN, "ACTIVATION_CHECKPOINTING": "block"},

@@ -21,7 +21,7 @@ from parallel.fsdp import is_divided, local_rows
 from parallel.ranks import start_ranks, stop_ranks
 from plan.make import make_plan
 
-PRETRAIN = {"TRAINING_STAGE": "pretrain"}
+PRETRAIN = {"TRAINING_STAGE": "pretrain", "DROPOUT": 0.1}
 FEATURES = {**MODES, "pretrain": PRETRAIN,
             "untied": {**PRETRAIN, "TIE_EMBEDDINGS": "false", "INIT_COPY": "true"},
             "muon": {**PRETRAIN, "OPTIMIZER": "muon", "TIE_EMBEDDINGS": "false", "INIT_COPY": "true"},
@@ -54,8 +54,7 @@ def whole_run(stages, tmp_path_factory):
 
 
 def run_with(stages: Stages, feature: str, folder: Path) -> TinyRun:
-    # Dropout draws other numbers on each rank.
-    return TinyRun(stages.prepared, folder, **stages.settings(feature, FEATURES) | {"LORA_DROPOUT": 0.0})
+    return TinyRun(stages.prepared, folder, **stages.settings(feature, FEATURES))
 
 
 def furthest(run: TinyRun, other: TinyRun, step: int) -> float:

@@ -169,7 +169,9 @@ def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name, separator in SEPARATORS.items() if separator and name != "preset"}
-    config = load(config=lists | {"extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
+    config = load(config=lists | {"extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"],
+                                  "learning_rate_factors": ["*norm*:2", "output*:0.5"]}).config
+    assert config.rate_factors == [("*norm*", 2.0), ("output*", 0.5)]
     assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
     assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
@@ -366,6 +368,7 @@ def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(
 # Flags of transformers' Trainer, TRL, axolotl, LLaMA-Factory, nanochat, litgpt, torchtitan, nanoGPT and Megatron, and typos:
 # what is meant,
 MEANT = """
+    dropouts:dropout
     lr:learning_rate n_embd:dim hidden-size:dim num-query-groups:n_kv_heads training.local_batch_size:micro_batch_size train.epochs:epochs
     optimizer.name:optimizer optimizer.lr:learning_rate compile.enable:compile eval.interval:validate_every checkpoint.keep_latest_k:keep_last
     metrics.log_freq:log_every job.dump_folder:output_dir model.flavor:preset metrics.enable_wandb:wandb_enabled
@@ -385,7 +388,7 @@ SAID = """
 UNKNOWN = """
     neftune_noise_alpha min_p mode reset reset_optim preset_optimizer
     skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 eval_only
-    activation_offloading scale_rewards swiglu bananas dropouts ipo_beta checkpoint.enable_checkpoint
+    activation_offloading scale_rewards swiglu bananas ipo_beta checkpoint.enable_checkpoint
 """
 
 

@@ -38,7 +38,7 @@ def test_a_run_continues_on_1_2_4_and_2_ranks_and_none_full_hybrid_and_none(feat
 
 # 526 ids, so the vocabulary is padded; on 4 ranks the matrices of 2, 5 and 6 rows leave ranks with fewer rows, or none.
 UNEVEN = {**UNMEASURED, "DIM": 6, "N_HEADS": 3, "N_KV_HEADS": 1, "FFN_DIM": 5, "MAX_STEPS": 2}
-LORA = {"LORA_ENABLED": "true", "LORA_DROPOUT": 0.0, "PRETRAIN_CHECKPOINT": "base"}
+LORA = {"LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "base"}
 SAVED = {"base": {"OPTIMIZER": "muon", "TIE_EMBEDDINGS": "false"},
          "one-row": {**LORA, "TIE_EMBEDDINGS": "false", "LORA_RANK": 1, "LORA_TRAIN_TOKENS": "<|eot_id|>"},
          "adamw": {},
