@@ -236,7 +236,7 @@ def test_a_narrow_start_gets_a_higher_rate():
     model_without_weights(Path("base"), dim=256)
     loaded = load(*SFT)
     assert loaded.config.learning_rate == 2e-5 * 2048 / 256
-    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00016, EPOCHS=3.0" in " ".join(loaded.notes)
+    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00016, EPOCHS=3" in " ".join(loaded.notes)
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [

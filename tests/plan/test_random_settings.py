@@ -48,7 +48,7 @@ TEXTS = {
     "eval_tasks": ("farm:{items}", "a:{items},a:{items}", "farm", "Farm:{items}", "val:{items}", "farm:{folder}/nowhere"),
     "hellaswag_name": ("Farm", ""), "tokenizer_path": ("{tokenizer}", "{items}", *NOWHERE),
     "system_prompt": ("", "Be brief."), "train_only": ("0", "0,1", "1,7", "x"),
-    "lora_target_modules": ("wq,wv", "all-linear", "q_proj", "wx", ""), "lora_train_tokens": ("auto", "none", "<|eot_id|>", "cat"),
+    "learning_rate_factors": ("none", "*norm*:2", "*norm*:0", "x"), "lora_target_modules": ("wq,wv", "all-linear", "q_proj", "wx", ""), "lora_train_tokens": ("auto", "none", "<|eot_id|>", "cat"),
     "profile_steps": ("1:2", "2:1", "x"), "model_license": ("", "apache-2.0"), "metric": ("", "math:sqrt", "nonsense"),
     "sample_prompts": ("", "The|A", "|"), "reward": ("exact", "length*0.1,contains", "nonsense", "a:b*x"),
     "exclude_data": ("{exclude}", "{folder}/nowhere")}

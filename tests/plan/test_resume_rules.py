@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from common.errors import CheckpointError
+from common.text import setting_text
 from config import Config, OnlineConfig, on_resume
 from plan.make import Plan
 from plan.resume_rules import Changes, check_changes
@@ -98,7 +99,7 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
     silent = name in ("preset", "resume", "run_name", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
-        was, now_is = (str(value).lower() if value in (None, True, False) else value for value in (getattr(before, name), getattr(now, name)))
+        was, now_is = ("none" if value is None else setting_text(value) for value in (getattr(before, name), getattr(now, name)))
         assert f"{upper} was {was}, is {now_is}" in lines[kind][0]
     assert not lines["curve" if kind == "safe" else "safe"] or name == "world_size"
 
@@ -141,7 +142,7 @@ def test_a_setting_that_was_not_recorded_had_its_default():
     before = {name: value for name, value in Config().public().items() if name != "LEARNING_RATE"}
     state = {"settings": before, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     (warning,) = compared(state, Config(learning_rate=1.0), state["identity"]).warnings
-    assert "LEARNING_RATE was 0.0006, is 1.0" in warning
+    assert "LEARNING_RATE was 0.0006, is 1" in warning
     with pytest.raises(CheckpointError, match="REPRODUCIBLE was false, is true"):
         del state["settings"]["REPRODUCIBLE"]
         compared(state, Config(reproducible=True), state["identity"])
@@ -169,7 +170,7 @@ def test_a_change_names_the_place_where_it_was_set():
     result = compared(state, Config(learning_rate=1.0, log_every=3), state["identity"],
                       {"learning_rate": "command line", "log_every": ".env:4", "seed": "command line"})
     assert result == (["Changed since the checkpoint, safe: LOG_EVERY was 10, is 3 (.env:4)"],
-                      ["changed since the checkpoint, and changes the curve: LEARNING_RATE was 0.0006, is 1.0 (command line)"])
+                      ["changed since the checkpoint, and changes the curve: LEARNING_RATE was 0.0006, is 1 (command line)"])
 
 
 def test_an_identity_that_the_checkpoint_lacks_is_told_and_not_refused():
