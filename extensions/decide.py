@@ -32,12 +32,13 @@ class Verdict(NamedTuple):
     favoured: int  # sign of the difference; where runs failed, the sign of most pairs
 
 
-def evidence(differences: np.ndarray) -> np.ndarray:
+def evidence(differences: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the evidence (..., n) after each pair that the differences (..., n) do not scatter around 0.
 
     It is the mean capital of six gamblers, who start with 1. Each stakes a share of the capital on the sign
     of the next difference: tanh(bet x size), where sizes are in units of the root mean square so far.
     """
+    differences = np.asarray(differences)
     is_finite = np.isfinite(differences)
     squares = np.cumsum(np.where(is_finite, differences, 0.0) ** 2, -1)
     scale = np.sqrt(squares / np.maximum(1, np.cumsum(is_finite, -1)))

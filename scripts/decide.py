@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -257,7 +255,7 @@ class Comparison:
             rows.append([str(self.first + place), *values])
         if len(names) == 2:
             columns += ["difference", f"evidence, {1 / self.args.error:g} is needed"]
-            differences = np.array([b - a if a != b else 0.0 for a, b in zip(*results.values())])
+            differences = [b - a if a != b else 0.0 for a, b in zip(*results.values())]
             for row, difference, proof in zip(rows, differences, evidence(differences)):
                 row += [f"{difference:+.4f}", f"{proof:.1f}"]
         more = [sentence(a, b, verdict, self.lower, "accuracy" in self.title) + "."

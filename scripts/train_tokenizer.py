@@ -2,7 +2,7 @@
 
     ./paddock prepare tokenizer books/ "news/*.jsonl" --vocab-size 32000 \\
         --output data/tokenizer.model
-    ./paddock prepare tokenizer book.txt --characters --output data/tokenizer.json
+    ./paddock prepare tokenizer book.txt --characters --output book.json
 
 --vocab-size trains a byte-level BPE, and writes it in tiktoken's format. With --characters, every character
 of the text is a token, and other characters are an error.

@@ -6,11 +6,14 @@ import re
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+with suppress(ImportError):  # before distutils, or torch.compile fails in the tests' process
+    import setuptools  # noqa: F401
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PADDOCK_COMMAND", None)  # of ./paddock test; it changes what is printed

@@ -1,8 +1,9 @@
 """Measure what `./paddock decide` claims, on toy runs whose truth is known.
 
-    .venv/bin/python scripts/dev/decide_truth.py train FOLDER      30 arms, 40 seeds each, in one process
-    .venv/bin/python scripts/dev/decide_truth.py measure FOLDER    decisions, resampled from them
+    .venv/bin/python scripts/dev/decide_truth.py train FOLDER
+    .venv/bin/python scripts/dev/decide_truth.py measure FOLDER
 
+`train` has 30 arms of 40 seeds each, in one process; `measure` resamples decisions from them.
 Steps are those of train.py without its files: the same rows, model, objective and optimizer. Finished runs
 are kept in FOLDER/runs.jsonl, and training resumes after them. Pairs are null by construction (other seeds,
 another micro-batch size) or have an effect of more than four standard errors over all seeds. Others are left

@@ -173,7 +173,7 @@ def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, w
     for rank in range(world_size):
         ranks = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_first_machine=world_size)
         share = saving.RankShard(ranks, shards, 2, print)
-        save = saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, tmp_path / "step-1", temporary)
+        save = saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, tmp_path / "step-1", temporary, is_best=False)
         written.append(save.write())
     assert sorted(part for part, _ in written) == [*range(world_size)]
     ranks.gather_or_raise = lambda make: written

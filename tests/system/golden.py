@@ -42,7 +42,7 @@ INTENDED: list[tuple[str, str]] = [
     (r": console", "results for people have three decimals, and shares one"),
     (r": samples.jsonl", "before the first step, the base answers; three prompts are answered instead of two")]
 # Names of settings and state that the reference does not record, or with another default.
-NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH", "memory_forecast_gib"]
+NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH", "memory_forecast_gib", "DROPOUT", "LEARNING_RATE_FACTORS"]
 # Settings that only the reference records.
 GONE_SETTINGS: list[str] = []
 STEPS, MIDDLE = 6, 3
@@ -60,7 +60,7 @@ TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 
 BASE, TEACHER = (f"runs/{name}/run/checkpoints/step-{STEPS:08d}" for name in ("pretrain", "muon"))
 SFT = {"TRAINING_STAGE": "sft", "PRETRAIN_CHECKPOINT": BASE}
 DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": BASE}
-LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_DROPOUT": 0.1}
+LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4}  # the masks of LORA_DROPOUT are hashes now, not draws
 DISTILLATION = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": TEACHER}
 GRPO = {"TRAINING_STAGE": "grpo", "PRETRAIN_CHECKPOINT": BASE, "GRPO_GROUP": 2, "GRPO_MAX_TOKENS": 8, "REWARD": "length*0.1,contains"}
 # The other runs start from these two.

@@ -12,7 +12,7 @@ from commands import ROOT
 from common import __version__
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11") if sys.version_info >= (3, 11) else pytest.importorskip("tomli")
-NOT_PACKED = ("tests/", "docs/", ".")  # folders, and hidden files
+NOT_PACKED = ("tests/", "docs/", "scripts/gpu/null/", ".")  # folders, and hidden files
 OF_A_CLONE = {"paddock", "pyproject.toml", "mkdocs.yml", "Dockerfile", "CITATION.cff", "LICENSE"}  # and *.md, *.sh, *.bash, clusters' *.yaml
 
 

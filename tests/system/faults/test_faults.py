@@ -62,7 +62,7 @@ def test_the_command_exits_with_143_and_prints_how_to_continue(tiny_run):
     assert listening(job.processes[0].pid) == []
     os.kill(job.processes[0].pid, signal.SIGTERM)
     assert job.wait() == [143]
-    assert "the same command" in job.text() and "Traceback" not in job.text()
+    assert "resume   ./paddock train --run-name run" in job.text() and "Traceback" not in job.text()
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
 
 

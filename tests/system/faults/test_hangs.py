@@ -342,7 +342,7 @@ def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "10")
     monkeypatch.setattr(collectives, "_init_process_group", fail)
     monkeypatch.setattr(collectives, "_join_store", lambda ranks: collectives.watch(torch.distributed.HashStore(), ranks, 60, True) or True)
-    monkeypatch.setattr(collectives, "_terms_of_rank0", lambda *_: {"device": "cpu", "timeout": 60})
+    monkeypatch.setattr(collectives, "_terms_of_rank0", lambda *_: {"device": "cpu", "timeout": 60, "local_world_size": 8})
     with pytest.raises(CudaError):  # not an error of its address
         collectives.start_ranks("cpu", 60)
     collectives.stop_watchdog()
