@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.schema import read_entries  # noqa: E402
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import atomic_write, read_json  # noqa: E402
@@ -189,7 +188,7 @@ class Comparison:
                 self.runs[name].append(trial.reader())
             if place == 0:
                 self.find_judge()
-                logs = [[*read_entries(runs[0].folder / "ledger.jsonl")] for runs in self.runs.values()]
+                logs = [ledger(runs[0]) for runs in self.runs.values()]
                 self.is_same = bool(logs[0]) and all(log == logs[0] for log in logs)
             seen = self.look()
             is_last = place + 1 == self.args.pairs
@@ -316,10 +315,16 @@ def flops(run: RunReader) -> float:
     return tokens(run) * sum(forward_flops(config, shape.get("vocab_size", 0), config.max_seq_len))
 
 
+def ledger(run: RunReader) -> list[dict[str, Any]]:
+    from checkpoint.schema import read_entries
+
+    return [*read_entries(run.folder / "ledger.jsonl")]
+
+
 def read_the_same(runs: dict[str, list[RunReader]]) -> bool:
     """Return whether the arms read the same rows in every step that they took with the same seed."""
     for of_seed in zip(*runs.values()):
-        rows = [[line["rows_crc32"] for line in read_entries(run.folder / "ledger.jsonl")] for run in of_seed]
+        rows = [[line["rows_crc32"] for line in ledger(run)] for run in of_seed]
         if any(each != rows[0] for each in rows):
             return False
     return True
