@@ -21,7 +21,7 @@ ELSEWHERE = re.compile("|".join((
     r"--gpus|--nnodes|--nproc|NPROC|torchrun|--memory-snapshot|--ranks|--profile-steps", "serve",  # GPUs and clusters; what does not end
     r"[\w-]+/[\w.-]*(?:Llama|SmolLM)|OWNER/|hf://|fineweb|results/|\bgsm8k|--tasks|PADDOCK_UV|prepare hellaswag",  # the hub
     r"\b(?:NAME|RUN|SWEEP|PATTERN|FOLDER|SOURCE|FILES?|MODEL|ITEMS|DATA|N|K|STEP)\b",  # the reader's own names
-    r"paddock (?:demo|pipeline|race|test|sweep|without|doctor)|scripts/dev|gpu_suite|mutations|pytest|verify_resume|heroes|results\.py",
+    r"paddock (?:demo|pipeline|decide|test|sweep|without|doctor)|scripts/dev|gpu_suite|mutations|pytest|verify_resume|heroes|results\.py",
     r"--preset sample|recipes.py|--prepare-ahead|--figure|theirs|write_docs|golden\.py",
     r"paddock (?:train|check)$|/grown|data/pretrain|sums|guesses|runs/pipeline|prepare sample")))  # what needs .env, or the output of a command above
 TOY = {name: TINY[name] for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MAX_SEQ_LEN", "MICRO_BATCH_SIZE", "MAX_STEPS",
