@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
@@ -187,7 +187,7 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
 
 
 def pip_install(package: str) -> str:
-    if find_spec("pip") is None:  # uv made the environment
+    if PathFinder.find_spec("pip") is None:  # uv made the environment; hooks of setuptools would warn
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
     return shlex.join([sys.executable, "-m", "pip", "install", package])
 
