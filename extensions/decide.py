@@ -77,9 +77,9 @@ def sign_half(differences: np.ndarray, error: float) -> float:
 def compare(differences: Sequence[float], error: float = ERROR, margin: float = 0.0) -> Verdict:
     """Return the verdict on B after these differences B - A, which may be infinite where a run failed.
 
-    The interval has every difference that the signs or the t interval do not exclude. So it holds if the
-    differences are normal, and if they are symmetric. The recipes differ if it does not contain 0. If runs
-    failed, there is no mean, and the signs decide alone.
+    The interval contains every difference that the signs or the t interval do not exclude, so it is valid for
+    normal and for symmetric differences. The recipes differ if it does not contain 0. Failed runs leave no
+    mean, and then only the signs decide.
     """
     values = np.asarray(differences, float)
     proof = evidence(values)[-1] if len(values) else 1.0

@@ -66,8 +66,8 @@ def final_answer(text: str, prompt: str = "") -> str:
 
     The prompt may begin them, and its text includes the header of the answer.
     """
-    begun = re.search(rf"(?:{BEGINS_THOUGHTS.pattern})\s*$", prompt)
-    answer = ENDS_THOUGHTS.split((begun[0] if begun else "") + text)[-1]
+    opening = re.search(rf"(?:{BEGINS_THOUGHTS.pattern})\s*$", prompt)
+    answer = ENDS_THOUGHTS.split((opening[0] if opening else "") + text)[-1]
     return BEGINS_THOUGHTS.split(answer)[0].strip()
 
 

@@ -272,8 +272,8 @@ GRAPHS = ThreadGraphs()
 def capture(compute: Callable[[], None]) -> Callable[[], None]:
     """Record the kernels of a function as a CUDA graph, without running them; return how to run them.
 
-    A graph with memory of its own would reserve it again in each call. Graphs of one thread can share memory,
-    because the thread reads the results of one before it runs another.
+    A graph with separate memory would reserve more in each call. Graphs of one thread can share memory,
+    because the thread reads one graph's results before it runs another.
     """
     graph, pool = torch.cuda.CUDAGraph(), GRAPHS.first and GRAPHS.first.pool()
     # Only its stream, for which cuBLAS keeps memory: torch.cuda.graph returns free memory to the driver.
