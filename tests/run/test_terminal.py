@@ -13,13 +13,9 @@ from commands import python
 from factories import TINY, argv_of
 
 from common import text
-from common.text import WIDTH, print_safely
-from extensions.report.console import step_columns
+from common.text import print_safely
 
 COLOR = re.compile(r"\x1b\[\d+m")
-USUAL = {"train_loss": 0.8496, "learning_rate": 6.2e-3, "grad_norm": 0.33, "tokens_per_second": 2158}
-
-
 class Screen(io.StringIO):
     """A terminal that keeps what it shows."""
 
@@ -39,11 +35,6 @@ def screen(monkeypatch):
 
 
 # The columns
-
-
-def test_a_step_has_the_columns_that_the_documents_show(screen):
-    line = step_columns(100, 120, USUAL, 37, WIDTH)
-    assert line == "  100/120   83%  loss 0.850   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:37 left"
 
 
 # The status line

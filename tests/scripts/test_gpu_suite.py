@@ -9,7 +9,6 @@ import sysconfig
 import tarfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -123,32 +122,6 @@ def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
         found = suite(part("hangs"), part("good", needs=("hangs",)), part("faulty", alone=True))
     assert found["hangs"]["error"].startswith("exit code -15") and found["hangs"]["figures"]["speed"] == 1.5
     assert found["good"]["error"].startswith("skipped: ") and found["faulty"]["error"] == "skipped: no time left"
-
-
-@pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
-def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
-    """The schedule: a thread takes the parts in order, and waits for those needed. In a second call, the header's files are warm."""
-    options, parts = gpu_suite.parse_args(["--parts", group])
-    suite, ends, now = gpu_suite.Suite(options, parts), {}, 0.0
-    shutil.rmtree(suite.folder)
-    seconds = {part.name: part.seconds for part in parts} | ({"header": 10} if group == "second" else {})
-    for (is_alone, _), stage in groupby(parts, suite.stage_of):
-        threads = [now] * (1 if is_alone else options.jobs)
-        for part in stage:
-            begin = max([threads[0], *(ends[name] for name in part.needs)])
-            ends[part.name] = begin + seconds[part.name]
-            threads = sorted([*threads[1:], ends[part.name]])
-        now = max(threads)
-    assert now + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
-
-
-def test_what_only_a_device_shows_comes_first_and_the_sample_beside_the_header():
-    options, parts = gpu_suite.parse_args(["--parts", "first"])
-    suite = gpu_suite.Suite(options, parts)
-    shutil.rmtree(suite.folder)
-    stages = [(is_alone, [part.name for part in stage]) for (is_alone, _), stage in groupby(parts, suite.stage_of)]
-    assert [is_alone for is_alone, _ in stages] == [False, True, False]
-    assert stages[0][1] == ["header", "sample"] and stages[1][1][:2] == ["parity", "speed-1b"]
 
 
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):

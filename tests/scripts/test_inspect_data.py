@@ -134,11 +134,3 @@ def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, patt
     with pytest.raises(DataError, match="nothing has the pattern 'no such text', so nothing is written"):
         inspect(sets[kind], "--find", "no such text", "--exclude", "nothing.txt")
     assert not (tmp_path / "nothing.txt").exists()
-
-
-@pytest.mark.parametrize("flags, reason", [
-    (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
-    (["--list", "."], "contains no prepared data"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
-def test_a_wrong_argument_is_an_error(flags, reason, inspect):
-    with pytest.raises((DataError, SettingsError), match=reason):
-        inspect(*flags)

@@ -33,11 +33,6 @@ def digest(records) -> str:
     return hashlib.sha256(json.dumps(list(records)).encode()).hexdigest()[:16]
 
 
-def settled(plot, slot: str) -> bool:
-    """Whether each way to tell a plot tells this fact before the ending."""
-    return any(all(slot in stories.slots_of(sentence) for sentence in beat) for beat in plot.beats)
-
-
 def test_the_same_seed_gives_the_same_bytes_on_every_machine():
     assert digest(stories.documents(100, 1)) == "b6c7265713077be8"
     assert digest(stories.items(100, 2)) == "462834cd4f57829c"
@@ -45,16 +40,6 @@ def test_the_same_seed_gives_the_same_bytes_on_every_machine():
     assert digest(stories.epilogues(100, 4)) == "913324e86d5ecfe6"
     assert digest(stories.preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
     assert digest(islice(stories.texts(), 100)) == "f8ad1411f33beb66"
-
-
-@pytest.mark.parametrize("plot", stories.PLOTS, ids=lambda plot: plot.titles[0])
-def test_every_version_of_a_plot_decides_each_ending_and_question(plot):
-    for ending in plot.endings:
-        assert not re.search(r"{(she|She|her|them)}", ending), "a pronoun gives its person away"
-        assert any(slot in stories.RIVALS for slot in stories.slots_of(ending))
-        assert all(settled(plot, slot) for slot in stories.slots_of(ending)), ending
-    for question, answer in (*plot.questions, *stories.QUESTIONS):
-        assert all(settled(plot, slot) for slot in (*stories.slots_of(question), *stories.slots_of(answer))), question
 
 
 def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
