@@ -1,7 +1,7 @@
 """Puts faults into a copy of the code, one at a time, and shows which of them no test sees.
 
     python tests/mutations.py --known [--only WORD]       the faults of tests/faults.json, which tests have seen before
-    python tests/mutations.py --number 60 [--seed 7] [--only learn/optim]   faults made from the syntax of the core's files
+    python tests/mutations.py --number 60 [--seed 7] [--only learn/optim]   faults made from the syntax of the code
 
 Exits with 1 unless every known fault is seen. Faults that are made are drawn at random, from lines that a test enters; those that
 survive are only listed, because some change nothing. Which tests enter a line is measured first, by a run of all tests with
@@ -32,7 +32,7 @@ import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "tests" / "faults.json"  # lists of name, file, old text, new text, and tests of which one must fail
-NOT_CORE = ("tests/", "scripts/", "extensions/", "data_pipeline/")
+NOT_DRAWN = ("tests/", "scripts/")
 FAILED_TESTS = Path(".pytest_cache/v/cache/lastfailed")  # written by pytest: the ids of the tests that failed
 TIMEOUT = 300  # seconds for the tests of one fault
 MOST_TESTS = 25  # for a fault that is made: those that enter the fewest lines
@@ -194,9 +194,9 @@ def made_faults(file: str, text: str) -> list[Fault]:
     return found
 
 
-def core_files() -> list[str]:
+def drawn_files() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return [name for name in listed.stdout.splitlines() if not name.startswith(NOT_CORE)]
+    return [name for name in listed.stdout.splitlines() if not name.startswith(NOT_DRAWN)]
 
 
 # ------------------------------------------------------------------------------------------- who enters a line
@@ -218,7 +218,7 @@ def make_map(tree: Path, target: Path, tests: list[str]) -> None:
 
 def draw(data: coverage.CoverageData, number: int, seed: int, only: str) -> Iterator[Fault]:
     """Faults in lines that tests enter, with the most specific of these."""
-    entered = {file: data.contexts_by_lineno(file) for file in core_files() if only in file}
+    entered = {file: data.contexts_by_lineno(file) for file in drawn_files() if only in file}
     costs = Counter(test for lines in entered.values() for tests in lines.values() for test in tests)
     rng, drawn = Random(seed), []
     for file in entered:
