@@ -47,13 +47,6 @@ def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
     assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2%", "")
 
 
-@pytest.mark.parametrize("slowest, shown", [(0.31, ""), (0.42, " | Ranks: 0.300 s (rank 2) to 0.420 s (rank 5)")])
-def test_the_line_of_a_step_has_the_fastest_and_the_slowest_rank_where_they_differ(slowest, shown):
-    ranks = {"fastest_rank": 2, "fastest_rank_seconds": 0.3, "slowest_rank": 5, "slowest_rank_seconds": slowest}
-    line = console_line(200, 1000, METRICS, 330.9)
-    assert console_line(200, 1000, METRICS | ranks, 330.9) == line.replace(" | ETA", f"{shown} | ETA")
-
-
 def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, tmp_path):
     prompt = "\x1b]0;owned\x07a"
     text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
