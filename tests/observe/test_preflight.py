@@ -43,8 +43,6 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
 
 
 class Checked:
-    """The output and the exit code of --check."""
-
     def __init__(self, run: TinyRun, capsys, **changes):
         capsys.readouterr()
         self.code = run.train(CHECK="true", **changes)

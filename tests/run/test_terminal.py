@@ -16,8 +16,6 @@ from common.text import print_safely
 
 COLOR = re.compile(r"\x1b\[\d+m")
 class Screen(io.StringIO):
-    """A terminal that keeps what it shows."""
-
     encoding = "utf-8"
 
     def isatty(self) -> bool:
@@ -26,7 +24,6 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A terminal without colors."""
     stream = Screen()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -28,8 +28,6 @@ def test_the_policy_allows_this_script_and_style_and_nothing_else():
 
 
 class Chat:
-    """A tab with the page, and what a person does in it."""
-
     def __init__(self, page, url: str):
         self.page, self.own, self.heard = page, url, []
         page.set_default_timeout(120_000)
@@ -46,7 +44,6 @@ class Chat:
         self.page.press("#text", "Enter")
 
     def asks(self, *texts: str) -> None:
-        """Say the first things of a conversation, each when the one before is answered."""
         for count, text in enumerate(texts, 1):
             self.say(text)
             self.sees(*["Hello, world"] * count)
@@ -58,7 +55,6 @@ class Chat:
         self.page.locator(f"[data-do={action}]").nth(nth).click()
 
     def sees(self, *texts: str, where: str = ".answer .text") -> None:
-        """Wait until the elements say exactly this."""
         elements = self.page.locator(where)
         wait_until(lambda: elements.all_text_contents() == [*texts], elements.all_text_contents, 10)
 
@@ -71,7 +67,6 @@ class Chat:
         return found[-1]
 
     def exported(self, action: str) -> list[dict]:
-        """The lines of a file that the page saves."""
         with self.page.expect_download() as download:
             self.do(action)
         self.file = download.value.suggested_filename
@@ -85,7 +80,6 @@ class Chat:
         self.page.locator(f"[aria-controls={place}]").click()
 
     def set(self, name: str, value: str) -> None:
-        """Fill in a field of the settings, which are closed at first."""
         if self.page.locator("#panel").is_hidden():
             self.toggle("panel")
         self.page.fill(f"[name={name}]", value)

@@ -151,8 +151,6 @@ def nothing() -> None:
 
 
 class Bomb:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
@@ -174,7 +172,6 @@ def npy(header: bytes) -> Spoil:
 
 
 def segments(*flags: int) -> Spoil:
-    """Replace the segments of the prepared chats."""
     def spoil() -> None:
         path = Path("chats/train-segments-00000.bin")
         path.write_bytes(header_bytes(len(flags), "uint32") + np.array(flags, "<u4").tobytes())

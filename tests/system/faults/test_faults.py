@@ -70,7 +70,6 @@ def hold_in_step_2() -> None:
 
 
 def when_built(change) -> None:
-    """Call `change` with the model that train builds."""
     def build(*arguments):
         model = build_model(*arguments)
         change(model)
