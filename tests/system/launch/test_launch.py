@@ -312,6 +312,15 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(tmp_path, monkey
             begin()
 
 
+def test_the_folders_of_the_newest_launches_are_kept(tmp_path, monkeypatch):
+    for number in range(launcher.KEPT_FOLDERS + 3):
+        monkeypatch.setattr(time, "strftime", lambda form, second=number: f"20261121-0000{second:02}")
+        with launcher.open_logs(Config(output_dir=str(tmp_path)), 0).lock:
+            pass
+    left = sorted(folder.name for folder in (tmp_path / "launch").iterdir())
+    assert left == [f"20261121-0000{number:02}-node-0" for number in range(3, launcher.KEPT_FOLDERS + 3)]
+
+
 @pytest.mark.parametrize(("nnodes", "found", "message"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
     (2, ("127.0.1.1", 9), "resolves to 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
