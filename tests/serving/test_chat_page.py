@@ -223,6 +223,24 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     assert chats_of("line 1", line)[0].messages == requests[:-1], "what follows a bad answer is not learned"
 
 
+def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub):
+    stub.models = [model("sft"), model("dpo")]
+    page = chat()
+    page.say("One")
+    page.reads("seed", 1)
+    page.reads("seed", 2)
+    page.evaluate("chat.turns[0].answers[1].text = 'Good day'; redraw()")
+    page.do("better", 1)
+    page.sees("Bad", "Good", "Better", where="[aria-pressed=true]")
+    page.say("Two")
+    page.reads("seed", 3)
+    page.reads("seed", 4)
+    assert [body["messages"] for body in stub.requests[2:]] == [messages("One", "Good day", "Two")] * 2
+    page.toggle("drawer")
+    line, = page.exported("pairs")
+    assert [answer["content"] for answer in pair_of("line 1", line).answers] == ["Good day", "Hello, world"]
+
+
 LOST = "The connection was lost before the answer was complete."
 
 
