@@ -1,11 +1,11 @@
 """Puts faults into a copy of the code, one at a time, and shows which of them no test sees.
 
-    python tests/mutations.py --known [--only WORD]       the faults of tests/faults.json, which tests have seen before
-    python tests/mutations.py --number 60 [--seed 7] [--only learn/optim]   faults made from the syntax of the code
+    python tests/mutations.py --known [--only WORD]      faults that tests have seen before: tests/faults.json
+    python tests/mutations.py --number 60 [--seed 7] [--only learn/]     faults made from the code's syntax
 
-Exits with 1 unless every known fault is seen. Faults that are made are drawn at random, from lines that a test enters; those that
-survive are only listed, because some change nothing. Which tests enter a line is measured first, by a run of all tests with
-coverage; --map FILE keeps the result for further calls.
+Exits with 1 unless every known fault is seen. Faults that are made are drawn at random from lines that a test
+enters. Those that survive are only listed, because some change nothing. Which tests enter a line is measured
+first, by a run of all tests with coverage; --map FILE keeps the result for further calls.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = ROOT / "tests" / "faults.json"  # lists of name, file, old text, new text, and tests of which one must fail
+KNOWN = ROOT / "tests" / "faults.json"  # name, file, old text, new text, and tests of which one must fail
 NOT_DRAWN = ("tests/", "scripts/")
 FAILED_TESTS = Path(".pytest_cache/v/cache/lastfailed")  # written by pytest: the ids of the tests that failed
 TIMEOUT = 300  # seconds for the tests of one fault
@@ -48,7 +48,7 @@ class Fault(NamedTuple):
     tests: list[str]
 
 
-# ------------------------------------------------------------------------------------------------ known faults
+# ----------------------------------------------------------------------------------------- known faults
 
 
 def known_fault(tree: Path, name: str, file: str, old: str, new: str, tests: list[str]) -> Fault:
@@ -66,10 +66,10 @@ def known_faults(tree: Path, only: str = "") -> list[Fault]:
     return [known_fault(tree, *entry) for entry in entries if only in entry[0] or only in entry[1]]
 
 
-# ------------------------------------------------------------------------------------------------- made faults
+# ------------------------------------------------------------------------------------------ made faults
 
-COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-            ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
+COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+            ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
              ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -120,14 +120,16 @@ def other_expressions(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Constant(2 * node.value)
     elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
         yield node.value
-    elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load) and len(node.elts) > 1:
-        yield from without_each(node, "elts")
+    elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
+        if not any(isinstance(each, ast.Slice) for each in node.elts):
+            yield from without_each(node, "elts")
     elif isinstance(node, ast.Call):
         yield from other_calls(node)
     elif hasattr(node, "generators"):
         for place, generator in enumerate(node.generators):
             for fewer in without_each(generator, "ifs"):
-                yield changed(node, generators=[*node.generators[:place], fewer, *node.generators[place + 1:]])
+                others = [*node.generators[:place], fewer, *node.generators[place + 1:]]
+                yield changed(node, generators=others)
 
 
 def other_calls(node: ast.Call) -> Iterator[ast.AST]:
@@ -154,7 +156,7 @@ def other_statements(node: ast.AST) -> Iterator[ast.AST]:
     """What may stand in the place of a statement."""
     if isinstance(node, ast.Return) and node.value:
         yield ast.Return()
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not TOLD.match(ast.unparse(node.value.func)):
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield ast.Pass()
     elif isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name):
         yield ast.Pass()
@@ -162,18 +164,24 @@ def other_statements(node: ast.AST) -> Iterator[ast.AST]:
         yield from (ast.Pass(), ast.Assign([node.target], node.value))
 
 
+def is_passed_over(node: ast.AST) -> bool:
+    """Whether it is no syntax, or text for people."""
+    call = node.value if isinstance(node, ast.Expr) else node
+    is_told = isinstance(call, ast.Call) and TOLD.match(ast.unparse(call.func))
+    return not isinstance(node, ast.AST) or isinstance(node, PASSED_OVER) or bool(is_told)
+
+
 def alternatives(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Each node with each of its faults."""
     for field, value in ast.iter_fields(tree):
         for node in value if isinstance(value, list) else [value]:
-            if not isinstance(node, ast.AST) or isinstance(node, PASSED_OVER) or field in FIELDS_PASSED_OVER:
+            if is_passed_over(node) or field in FIELDS_PASSED_OVER:
                 continue
-            if isinstance(node, ast.Call) and TOLD.match(ast.unparse(node.func)):
-                continue
-            others = other_statements(node) if isinstance(node, ast.stmt) else other_expressions(node)
-            yield from ((node, other) for other in others)
+            make = other_statements if isinstance(node, ast.stmt) else other_expressions
+            others = [*make(node)]
             if field == "test":
-                yield from ((node, other) for other in (ast.UnaryOp(ast.Not(), node), ast.Constant(True), ast.Constant(False)))
+                others += [ast.UnaryOp(ast.Not(), node), ast.Constant(True), ast.Constant(False)]
+            yield from ((node, other) for other in others)
             yield from alternatives(node)
 
 
@@ -185,21 +193,27 @@ def made_faults(file: str, text: str) -> list[Fault]:
     for node, other in alternatives(ast.parse(text)):
         if not hasattr(node, "col_offset"):
             continue
-        first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        is_statement = isinstance(node, ast.stmt)
-        new = ast.unparse(ast.fix_missing_locations(other)) if is_statement else f"({ast.unparse(other)})"
-        old = content[first:last].decode()
+        first = starts[node.lineno - 1] + node.col_offset
+        last = starts[node.end_lineno - 1] + node.end_col_offset
+        old, new = content[first:last].decode(), ast.unparse(ast.fix_missing_locations(other))
         name = f"{file}:{node.lineno}: {' '.join(old.split())[:70]} -> {new[:70]}"
-        found.append(Fault(name, file, text, (content[:first] + new.encode() + content[last:]).decode(), []))
+        if isinstance(node, ast.expr):
+            new = f"({new})"
+        found.append(Fault(name, file, text, f"{content[:first].decode()}{new}{content[last:].decode()}", []))
     return found
 
 
+def tracked_files() -> list[str]:
+    git = ["git", "ls-files", "-z"]
+    names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [*filter(None, names.split("\0"))]
+
+
 def drawn_files() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return [name for name in listed.stdout.splitlines() if not name.startswith(NOT_DRAWN)]
+    return [name for name in tracked_files() if name.endswith(".py") and not name.startswith(NOT_DRAWN)]
 
 
-# ------------------------------------------------------------------------------------------- who enters a line
+# ------------------------------------------------------------------------------------ who enters a line
 
 
 def pytest_runtest_logstart(nodeid: str, location) -> None:
@@ -209,37 +223,42 @@ def pytest_runtest_logstart(nodeid: str, location) -> None:
 
 def make_map(tree: Path, target: Path, tests: list[str]) -> None:
     """Run tests in a copy with coverage, whose contexts are the tests."""
-    (tree / "coverage.ini").write_text(f"[run]\nsource = {tree}\nomit = */tests/*\nrelative_files = True\ndata_file = {target}\n")
-    command = [sys.executable, "-m", "coverage", "run", "--rcfile=coverage.ini", "-m", "pytest", "-q", "-p", "mutations", *tests]
-    done = subprocess.run(command, cwd=tree, env=environment(tree), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    settings = ("[run]", f"source = {tree}", "omit = */tests/*", "relative_files = True",
+                f"data_file = {target}")
+    (tree / "coverage.ini").write_text("\n".join(settings))
+    pytest = ["-m", "pytest", "-q", "-p", "mutations", *tests]
+    command = [sys.executable, "-m", "coverage", "run", "--rcfile=coverage.ini", *pytest]
+    done = subprocess.run(command, cwd=tree, env=environment(tree), text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}")
 
 
-def draw(data: coverage.CoverageData, number: int, seed: int, only: str) -> Iterator[Fault]:
+def draw(data: coverage.CoverageData, number: int, seed: int, only: str) -> list[Fault]:
     """Faults in lines that tests enter, with the most specific of these."""
-    entered = {file: data.contexts_by_lineno(file) for file in drawn_files() if only in file}
-    costs = Counter(test for lines in entered.values() for tests in lines.values() for test in tests)
-    rng, drawn = Random(seed), []
-    for file in entered:
-        drawn += [fault for fault in made_faults(file, (ROOT / file).read_text(encoding="utf-8"))
-                  if any(entered[file].get(int(fault.name.split(":")[1]), ()))]
-    for fault in rng.sample(drawn, min(number, len(drawn))):
-        tests = sorted(filter(None, entered[fault.file][int(fault.name.split(":")[1])]), key=costs.get)
-        yield fault._replace(tests=tests[:MOST_TESTS])
+    drawn, costs = [], Counter()
+    for file in drawn_files():
+        entered = data.contexts_by_lineno(file)
+        costs.update(test for tests in entered.values() for test in tests)
+        if only in file:
+            for fault in made_faults(file, (ROOT / file).read_text(encoding="utf-8")):
+                tests = entered.get(int(fault.name.split(":")[1]), [])
+                drawn += [fault._replace(tests=[*filter(None, tests)])] * any(tests)
+    chosen = Random(seed).sample(drawn, min(number, len(drawn)))
+    return [fault._replace(tests=sorted(fault.tests, key=costs.get)[:MOST_TESTS]) for fault in chosen]
 
 
-# ----------------------------------------------------------------------------------------------- trying faults
+# --------------------------------------------------------------------------------------- trying faults
 
 
 def environment(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "tests")}
+    ours = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "tests")}
+    return os.environ | ours
 
 
 def copy_tree(folder: Path) -> Path:
     """Copy the tracked files as they are now, with bytecode that notices a change within the same second."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
+    for name in tracked_files():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -249,10 +268,11 @@ def copy_tree(folder: Path) -> Path:
 
 
 def failing_tests(tree: Path, tests: list[str], *flags: str) -> list[str]:
-    """Run tests with flags of pytest; return the ids of those that failed, or in parentheses what else happened."""
+    """Run tests; return the ids of those that failed, or in parentheses what else ended them."""
     (tree / FAILED_TESTS).unlink(missing_ok=True)
-    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", *flags, *tests], cwd=tree, env=environment(tree), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", *flags, *tests], cwd=tree, text=True,
+                               env=environment(tree), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -267,7 +287,7 @@ def failing_tests(tree: Path, tests: list[str], *flags: str) -> list[str]:
 
 
 def seen_by(copies: "SimpleQueue[Path]", fault: Fault) -> tuple[list[str], float]:
-    """The tests that fail with a fault, which is put into one of the copies; and the seconds that it took."""
+    """The tests that fail with a fault in one of the copies, and the seconds that it took."""
     tree, started = copies.get(), time.monotonic()
     try:
         (tree / fault.file).write_text(fault.changed, encoding="utf-8")
@@ -278,22 +298,26 @@ def seen_by(copies: "SimpleQueue[Path]", fault: Fault) -> tuple[list[str], float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--known", action="store_true", help="the faults of tests/faults.json")
     parser.add_argument("--number", type=int, default=0, help="faults to make")
-    parser.add_argument("--seed", type=int, default=int(time.time()) // 86_400, help="of the drawing (default: the day)")
+    today = int(time.time()) // 86_400
+    parser.add_argument("--seed", type=int, default=today, help="of the drawing (default: the day)")
     parser.add_argument("--only", default="", help="only faults whose name or file contains this")
     parser.add_argument("--map", type=Path, help="keep the map of tests here, or use it")
     parser.add_argument("--tests", nargs="*", default=[], help="the tests of the map (default: all unmarked)")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are tested at a time")
     args = parser.parse_args()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        trees = [copy_tree(Path(folder, str(number))) for number in range(args.jobs)]
         copies: SimpleQueue[Path] = SimpleQueue()
+        trees = [copy_tree(Path(folder, str(number))) for number in range(args.jobs)]
         for tree in trees:
             copies.put(tree)
-        known = known_faults(ROOT, args.only) if args.known else []
-        faults, started = known, time.monotonic()
+        known = made = []
+        if args.known:
+            known = known_faults(ROOT, args.only)
         if args.number:
             target = args.map.resolve() if args.map else Path(folder, "map")
             if not target.exists():
@@ -301,17 +325,20 @@ def main() -> int:
                 print(f"Made the map of tests in {time.monotonic() - started:.0f} s.", flush=True)
             data = coverage.CoverageData(str(target))
             data.read()
-            faults = [*known, *draw(data, args.number, args.seed, args.only)]
-        failed, survivors, clean = set(), [], set()
+            made = draw(data, args.number, args.seed, args.only)
+        failed, survivors, wrong = set(), [], []
+        faults = [*known, *made]
         for fault, (tests, seconds) in zip(faults, pool.map(lambda fault: seen_by(copies, fault), faults)):
             failed |= {test for test in tests if not test.startswith("(")}
             survivors += [fault] * (not tests)
-            print(f"{'seen' if tests else 'SURVIVES'}  {seconds:5.1f} s  {fault.name}  {', '.join(tests)}", flush=True)
+            shown = f"seen by {', '.join(tests)}" if tests else "SURVIVES"
+            print(f"{seconds:5.1f} s  {fault.name}  {shown}", flush=True)
         if failed:  # a test that fails without a fault too has not seen it
-            clean = {*failing_tests(trees[0], sorted(failed))}
-            print("".join(f"ERROR: {test} fails without a fault too\n" for test in clean), end="")
-    print(f"{len(faults)} faults (seed {args.seed}), {len(survivors)} survive, {time.monotonic() - started:.0f} s")
-    return 1 if clean or any(fault in known for fault in survivors) else 0
+            wrong = failing_tests(trees[0], sorted(failed))
+            print("".join(f"ERROR: {test} fails without a fault too\n" for test in wrong), end="")
+    seconds = time.monotonic() - started
+    print(f"{len(faults)} faults (seed {args.seed}), {len(survivors)} survive, {seconds:.0f} s")
+    return 1 if wrong or any(fault in known for fault in survivors) else 0
 
 
 if __name__ == "__main__":
