@@ -1,7 +1,6 @@
 """The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, python
+from commands import ROOT
 from factories import wait_until
 
 from model_kernels import attention
@@ -138,32 +137,6 @@ def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):
     for name, needed in (("good", "fails"), ("faulty", "good"), ("absent", "fails")):
         assert found[name]["error"].startswith(f"skipped: it needs {needed}"), name
     assert suite(part("good"), minutes=0.001, output="late")["good"]["error"] == "skipped: no time left"
-
-
-def test_parts_are_chosen_by_group_and_name_with_what_they_need():
-    names = [part.name for part in gpu_suite.select_parts("stage-sft")]
-    assert names == ["header", "sample", "stage-pretrain", "stage-sft"]
-    assert {part.group for part in gpu_suite.select_parts("second")} == {"first", "second"}
-    assert gpu_suite.select_parts("all") == gpu_suite.select_parts("first,second,more") == list(gpu_suite.PARTS)
-    with pytest.raises(ValueError, match="--parts frist: choose from all, first, second, more"):
-        gpu_suite.select_parts("frist")
-    # A part comes after those that it needs: otherwise a thread would wait for one that no other thread is free to run.
-    names = [part.name for part in gpu_suite.PARTS]
-    assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
-
-
-@pytest.mark.slow
-def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
-    """In forked processes; those of the first group have their test below."""
-    def run(task, script, *arguments, env=None, stdin=""):
-        done = python(script, *arguments, env=os.environ | (env or {}), stdin=stdin)
-        return done.returncode, done.stderr + done.stdout
-
-    monkeypatch.setattr(parts.Task, "run", run)
-    for part in gpu_suite.select_parts("stage-sft,stage-distil,stage-muon,stage-windows")[1:]:
-        task = parts.Task(part.name, "cpu", True, tmp_path, part.seconds, tmp_path / "figures.jsonl")
-        parts.PARTS[part.name](task)
-        assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
 
 
 def null_output(steps: int, waits: int = 1, grows: int = 0, recompiles_in: int = 0) -> str:
