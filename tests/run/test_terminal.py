@@ -61,24 +61,6 @@ def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch
     assert what_stays(screen.getvalue()).strip() == "one\ntwo"
 
 
-# Colors
-
-
-@pytest.mark.parametrize("environ, is_colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False),
-                                                 ({"TERM": "xterm", "NO_COLOR": ""}, True), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
-def test_colors_are_for_terminals_whose_user_wants_them(environ, is_colored, screen, monkeypatch):
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    message = "warning: w\x1b[31m\nerror: e\n  FAIL  data: d\nan error: none"
-    colored = "\x1b[33mwarning:\x1b[0m w\\x1b[31m\n\x1b[31merror:\x1b[0m e\n\x1b[31m  FAIL \x1b[0m data: d\nan error: none\n"
-    pipe = io.StringIO()
-    for stream in (screen, pipe):
-        print_safely(message, stream)
-    assert screen.getvalue() == (colored if is_colored else COLOR.sub("", colored)) and pipe.getvalue() == COLOR.sub("", colored)
-
-
 # A run
 
 
