@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from commands import python
@@ -22,7 +21,6 @@ from tokenizer import (
     split_long,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 450
 SENTENCES = (
     "Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow, and it'd better be there!\n\n",
@@ -197,7 +195,6 @@ def test_pieces_are_where_the_reference_cuts(text):
 
 
 def changed_document(folder, path, change) -> HuggingFaceTokenizer:
-    """The tokenizer.json of a folder after a change, with the files beside it."""
     shutil.copytree(folder, path, dirs_exist_ok=True)
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     change(document)
@@ -281,8 +278,7 @@ def test_a_pipe_or_broken_link_beside_a_tokenizer_is_refused(name, put, words, h
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("first", [b"\n\x05<unk>\x15\0\0\0\0\x18\x02", b"\n\x05<unk>", b"\n\x05<pad>\x18\x03"])
-@pytest.mark.parametrize("backend", ["auto", "tiktoken", "huggingface"])
+@pytest.mark.parametrize("first, backend", [(b"\n\x05<unk>\x15\0\0\0\0\x18\x02", "auto"), (b"\n\x05<unk>", "tiktoken"), (b"\n\x05<pad>\x18\x03", "huggingface")])
 def test_a_sentencepiece_model_is_an_error_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
     file = tmp_path / "my model" / "tokenizer.model"
     file.parent.mkdir()
@@ -342,16 +338,15 @@ def test_script_trains_on_files_and_folders(tmp_path):
 
     for output in ("out/c.model", "out/d.model"):
         done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
-        assert done.returncode == 0, done.stderr
-        assert "300 tokens" in done.stdout and "556 ids" in done.stdout and "1 record skipped" in done.stdout
-    assert (tmp_path / "out" / "c.model").read_bytes() == (tmp_path / "out" / "d.model").read_bytes()
+        assert done.returncode == 0 and "300 tokens" in done.stdout and "1 record skipped" in done.stdout, done.stderr
+    before = (tmp_path / "out" / "c.model").read_bytes()
+    assert (tmp_path / "out" / "d.model").read_bytes() == before
     assert load_tokenizer(str(tmp_path / "out" / "c.model")).vocab_size == 556
-    before = (tmp_path / "out" / "c.model").stat().st_mtime_ns
-    refused = run("out/c.model", "b.jsonl", "--column", "body")
+    refused = run("out/c.model", "texts")
     assert refused.returncode == 2 and "out/c.model already exists" in refused.stderr
-    assert (tmp_path / "out" / "c.model").stat().st_mtime_ns == before
+    assert (tmp_path / "out" / "c.model").read_bytes() == before
     assert run("out/c.model", "texts", "--overwrite").returncode == 0
-    assert (tmp_path / "out" / "c.model").stat().st_mtime_ns != before
+    assert (tmp_path / "out" / "c.model").read_bytes() != before
 
 
 def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):

@@ -1,22 +1,12 @@
 """The folder is what docs/serving.md says that vLLM, llama.cpp and Ollama expect."""
 
 import hashlib
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import ROOT
 
 from scripts.convert_to_gguf import OLLAMA
 from tokenizer import PATTERN
-
-SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-
-
-def content(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / name).read_text())
 
 
 def test_ollama_knows_how_our_tokenizers_split_text():
@@ -36,9 +26,3 @@ def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):
     assert before + "".join(turns) + after == actual and "{{" not in actual
 
 
-def test_the_files_and_scripts_that_the_recipes_name_exist(whole):
-    found = {path.name for path in whole.checkpoint(6).iterdir()}
-    named = {name for name in re.findall(r"`([\w.]+\.(?:json|safetensors|jinja|md))`", SERVING)} - {"paddock_adapter.json"}
-    assert named <= found
-    scripts = {path.name for path in (ROOT / "scripts").iterdir()} | {"chat.py"}
-    assert {*re.findall(r"python scripts/(\w+\.py)", SERVING)} <= scripts

@@ -19,7 +19,6 @@ UNUSED, CONTEXT = 27, 512
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Prepared:
-    """Data whose tokenizer has merges, which llama.cpp requires."""
     return prepare(tmp_path_factory.mktemp("data"), vocab_size=280)
 
 
@@ -91,10 +90,11 @@ def test_a_gguf_file_of_a_bf16_base_has_its_types_and_rows(base, prepared, tmp_p
     assert reader.fields["llama.context_length"].contents() == CONTEXT
 
 
-@pytest.mark.parametrize("matrices, ranks", [
-    ({}, 1), ({"LORA_TRAIN_HEAD": "true"}, 1), ({"LORA_TRAIN_EMBEDDINGS": "true"}, 2), ({"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2)],
-    ids=["adapters", "head", "embedding", "both"])
-def test_peft_loads_adapters_on_a_base_with_padded_rows(matrices, ranks, base, prepared, tmp_path):
+@pytest.mark.parametrize("base, matrices, ranks", [
+    (True, {}, 1), (False, {"LORA_TRAIN_HEAD": "true"}, 1), (False, {"LORA_TRAIN_EMBEDDINGS": "true"}, 2),
+    (True, {"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2), (True, {"LORA_TRAIN_HEAD": "true"}, 1)],
+    ids=["adapters", "head", "embedding", "both", "tied head"], indirect=["base"])
+def test_peft_loads_adapters_on_a_base_with_padded_rows(base, matrices, ranks, prepared, tmp_path):
     """A resumed run is the uninterrupted one, and the merged model has the base's dtype and PEFT's logits."""
     lora = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_TRAIN_TOKENS": "none", "SHARDING": "full" if ranks == 2 and len(matrices) == 1 else "none", **matrices}
     run = run_from(base, prepared, tmp_path / "run", **lora)

@@ -180,9 +180,8 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
         assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
     assert kept_by_the_compiler(config, 0.9, gathered=True) == pytest.approx(forecast(0.9, sharding="full"), rel=0.01)
     assert forecast(0.9)[0] < 0.75 * forecast(1.0)[0] and forecast(0.9)[1] < forecast(1.0)[1]
-    for budget in (0.5, 0.0):  # it saves whole tensors, and views of larger ones
-        tokens, copies = kept_by_the_compiler(config, budget)
-        assert tokens < 1.15 * forecast(budget)[0] and copies == forecast(budget)[1] == 0, budget
+    tokens, copies = kept_by_the_compiler(config, 0.0)  # it saves whole tensors, and views of larger ones
+    assert tokens < 1.15 * forecast(0.0)[0] and copies == forecast(0.0)[1] == 0
 
 
 @pytest.mark.parametrize("changes, gigabytes, factor", [

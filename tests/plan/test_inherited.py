@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ GRPO = ["--training-stage", "grpo", "--grpo-data-path", "set", "--instruct-check
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """No test reads the user's own `.env`. `base` and `chat` are models to start from."""
     monkeypatch.chdir(tmp_path)
     for model in ("base", "chat"):
         model_without_weights(Path(model))
@@ -37,7 +37,6 @@ def save_state(step: int, **settings) -> Path:
 
 
 def not_used(plan: Plan) -> list[str]:
-    """The settings in the line that lists what of the files is not used."""
     lines = [note for note in plan.notes if note.startswith("Not used from ")]
     assert len(lines) <= 1
     return lines[0].rpartition("): ")[2].split(", ") if lines else []
@@ -169,16 +168,16 @@ def test_resume_in_env_holds_for_the_run_that_a_flag_names():
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", '{"settings": 1}', None])
-def test_a_damaged_state_is_an_error_or_skipped_with_a_warning(state):
-    path = save_state(3) / "trainer_state.json"
+def test_a_damaged_state_is_skipped_with_a_warning_or_an_error(state):
+    older, path = save_state(2), save_state(3) / "trainer_state.json"
     path.unlink()
     if state is not None:
         path.write_text(state)
-    with pytest.raises(CheckpointError, match="step-00000003"):
-        load(*PRETRAIN, "--run-name", "first")
-    save_state(2)
     loaded = load(*PRETRAIN, "--run-name", "first")
     assert loaded.start.step == 2 and len(loaded.warnings) == 1 and "step-00000003" in loaded.warnings[0]
+    shutil.rmtree(older)
+    with pytest.raises(CheckpointError, match="step-00000003"):
+        load(*PRETRAIN, "--run-name", "first")
 
 
 def test_a_recorded_value_that_is_no_longer_valid_is_told_and_an_error_if_it_is_fixed():
@@ -292,10 +291,6 @@ def test_what_is_given_takes_precedence_over_the_length_of_the_run():
     assert every(load(*PRETRAIN, "--max-steps", 0).config) == (1, 1, 1, 1), "0 would mean never"
     long = load(*PRETRAIN, "--max-steps", 100_000)
     assert every(long.config) == every(Config()) and not long.notes
-    for name in ("sample", "sample,sample-sft", "sample,sample-dpo", "sample,sample-lora"):
-        model_without_weights(Path("same"), **make_plan(["--preset", name], {}, complete=False).config.model_dump(include={*MODEL_SETTINGS}))
-        config = load("--preset", name, "--pretrain-checkpoint", "same").config
-        assert 10 <= config.max_steps / config.validate_every <= 20 and config.save_every == 0
 
 
 @pytest.mark.parametrize("saved, flags, expected", [

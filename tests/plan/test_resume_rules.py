@@ -60,7 +60,6 @@ def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data"
 
 
 def another(name: str):
-    """A valid value other than the default."""
     field = Config.model_fields[name]
     default = EVERYTHING.get(name, field.default)
     if get_origin(field.annotation) is Literal:
@@ -138,7 +137,6 @@ def test_what_has_another_shape_cannot_be_allowed(now):
 
 
 def test_a_setting_that_was_not_recorded_had_its_default():
-    """An extension's, which was not there."""
     before = {name: value for name, value in Config().public().items() if name != "LEARNING_RATE"}
     state = {"settings": before, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     (warning,) = compared(state, Config(learning_rate=1.0), state["identity"]).warnings

@@ -33,7 +33,6 @@ STEP_3, STEP_5 = (f"runs/tuned/checkpoints/step-0000000{step}" for step in (3, 5
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Models `base` and `chat`, adapters of PEFT on `base`, and runs `pretrained`, `tuned` and `adapted` of several steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(RESTART, raising=False)
     for model in ("base", "chat"):
@@ -279,7 +278,6 @@ def test_fixed_settings_and_those_by_content_come_from_the_record_too(setting, l
 
 @pytest.mark.parametrize("data", ["./old/chats", "/old/chats", "old/chats"])
 def test_a_path_in_env_is_used_if_the_recorded_one_is_gone(data):
-    """Its content is compared later."""
     checkpoint_without_weights(Path("runs/moved"), 3, **TUNED | {"SFT_DATA_PATH": data, "TOKENIZER_PATH": "./t"})
     env = "SFT_DATA_PATH=new/chats\nTOKENIZER_PATH=elsewhere\n"
     loaded = plan("--run-name", "moved", env=env)
@@ -390,16 +388,6 @@ def test_other_ranks_get_all_that_the_facts_add():
                             untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
     again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
     assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
-
-
-def test_a_plan_is_the_same_twice_and_writes_nothing(folder):
-    def contents() -> list:
-        return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.name != ".env")
-
-    before = contents()
-    for flags, env in PLANS.values():
-        assert plan(*flags, env=env).to_json() == plan(*flags, env=env).to_json()
-    assert contents() == before
 
 
 def test_a_plan_needs_no_torch():
