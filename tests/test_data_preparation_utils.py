@@ -184,6 +184,13 @@ def test_no_set_trains_on_what_another_one_holds_out(tmp_path, tokenizer_path):
     assert f"Split: {manifest['reserved']} documents left out" in "\n".join(describe(other))
 
 
+def test_a_small_set_without_a_text_in_the_common_share_says_what_it_holds_out(tmp_path, tokenizer_path):
+    texts = [text for text in map(str, range(40)) if split_of(text, 0.05) == "train"]
+    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=None)
+    assert json.loads((folder / MANIFEST).read_text())["splits"]["validation"]["documents"] == 2
+    assert "so others are held out here; they train on what this one holds out" in "\n".join(describe(folder))
+
+
 def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not_continued(tmp_path, tokenizer_path, monkeypatch):
     source, options = write_texts(tmp_path / "x.jsonl", stories(300)), {"journal_seconds": 0.0}
     new = prepare(source, tokenizer_path, tmp_path / "new", **options)

@@ -345,6 +345,15 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, dict(lora_rank=3, lora_target_modules="wk,w2"), dict(lora_train_head=True), ROWS])
+def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tokenizer):
+    config = shape(tie_embeddings=False)
+    trained, whole = in_peft(peft, config, changes).get_nb_trainable_parameters()
+    model = adapted(config, changes, grown=False)
+    expected = f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %)"
+    assert describe_adapters(model, tokenizer).startswith(expected)
+
+
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
     folder.mkdir()
     huggingface.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
@@ -459,11 +468,6 @@ MERGE = "only plain LoRA.*merge_and_unload"
     (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
     (dict(use_dora=True), f"use_dora=True.*{MERGE}"), (dict(rank_pattern={"q_proj": 8}), f"rank_pattern=.*{MERGE}"),
     (dict(alpha_pattern={"k_proj": 1}), f"alpha_pattern=.*{MERGE}"),
-    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\].*omits model.layers.1.self_attn"),
-    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1.*omits model.layers.0"),
-    (dict(target_modules=r".*layers\.0\..*q_proj"), "target_modules=.*omits model.layers.1.self_attn.q_proj"),
-    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=.*omits model.layers.1"),
-    *((dict(target_modules=["q_proj", name]), f"target_modules=.*{name} cannot have adapters") for name in ("embed_tokens", "lm_head")),
     (dict(trainable_token_indices={"norm": [3]}), "norm.*embed_tokens and lm_head"),
     (dict(trainable_token_indices=[5, 3]), "ascending ids"), (dict(trainable_token_indices=["x"]), "ascending ids"),
     (dict(trainable_token_indices=[3, padded(VOCAB)]), f"below {padded(VOCAB)}"),
@@ -477,6 +481,21 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
+
+
+@pytest.mark.parametrize("made, match", [
+    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\].*omits model.layers.1.self_attn.q_proj"),
+    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1.*omits model.layers.0"),
+    (dict(target_modules=r".*layers\.0\..*q_proj"), "target_modules=.*omits model.layers.1.self_attn.q_proj"),
+    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=.*omits model.layers.1"),
+    *((dict(target_modules=["q_proj", name]), f"target_modules=.*{name} cannot have adapters") for name in ("embed_tokens", "lm_head")),
+    (dict(modules_to_save=["norm"]), "modules_to_save=.*not norm")])
+def test_the_error_names_the_unsupported_field_of_adapters(made, match, peft, tmp_path, recwarn):
+    settings = {**dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"), **made}
+    config = shape(tie_embeddings=False)
+    peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**settings)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{match}.*merge_and_unload"):
+        peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
 
 
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])
@@ -545,5 +564,16 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
         with lora.disable_adapters(model):
             assert not torch.equal(model(tokens(), mode="logits"), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
+
+
+@few_bits
+def test_quantisation_without_a_kernel_is_refused(monkeypatch):
+    def missing(*arguments):
+        raise NotImplementedError("no kernel found")
+
+    import bitsandbytes  # noqa: F401
+    monkeypatch.setattr(torch.ops.bitsandbytes, "int8_vectorwise_quant", missing)
+    with pytest.raises(SettingsError, match="LORA_BASE_QUANTIZATION=int8.*no working kernel for cpu.*no kernel found"):
+        adapted(shape(), dict(lora_base_quantization="int8"))
 
 

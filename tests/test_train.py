@@ -32,6 +32,7 @@ from factories import (
 
 import train
 from checkpoint import store
+from common.errors import PaddockError
 from config import Config
 from evaluation import during_run
 from run import run as run_module
@@ -376,5 +377,16 @@ def test_compiled_losses_are_the_eager_ones(tiny_run, shape):
     for name in ("train_loss", "val_loss"):
         assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
+
+
+def test_an_error_on_all_ranks_is_printed_by_one_rank_of_each_machine(tiny_run, tmp_path, capsys, monkeypatch):
+    """torchrun stops all ranks when one has ended, so rank 0 might be stopped before it can print."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    (tmp_path / "1").mkdir()
+    monkeypatch.setattr(PaddockError, "on_all_ranks", True)
+    for expected in (1, 0):
+        assert tiny_run().train(PRETRAIN_DATA_PATH="nowhere") == 3
+        assert capsys.readouterr().err.count("error: ") == expected
 
 

@@ -199,6 +199,17 @@ def test_the_end_of_a_turn_in_either_template_ends_an_answer(with_template, tmp_
     assert {chat_format.tokenizer.special_ids[name] for name in ("<|im_end|>", "<|eom|>")} <= chat_format.stop_ids
 
 
+def test_named_templates_without_a_default_are_refused_and_the_advice_works(with_template, tmp_path):
+    with_template(CHATML, "<|im_start|>", "<|im_end|>")
+    template = (tmp_path / "chat_template.jinja").rename(tmp_path / "default")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(CHATML)
+    with pytest.raises(DataError, match="has the chat templates rag, but none is the default; put one as chat_template.jinja"):
+        load_chat_format(load_tokenizer(str(tmp_path)))
+    template.rename(tmp_path / "chat_template.jinja")
+    assert_as_transformers(load_chat_format(load_tokenizer(str(tmp_path))), tmp_path, DIALOG)
+
+
 TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.replace("~", " ~ ")}
 
 

@@ -27,8 +27,9 @@ from data_pipeline import prepare as preparation
 from data_pipeline.chats import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import ExampleRows
+from dataloaders import ExampleRows, Rows
 from extensions import prepare_ahead
+from extensions.debug.replay import numbered, place_of
 from extensions.preparation import look, slots_of, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
@@ -407,6 +408,16 @@ def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp
 
 
 @of_chats
+def test_a_replay_finds_a_chat_in_its_shard_and_numbers_all_documents(prepared, whole, kind):
+    source = opened(prepared, whole, "train", validate_every=0, document_mask=False)
+    rows, first = Rows((source,), source, source.fingerprint), source.ends[0]
+    assert source.has(first + 1) and rows(np.array([first])).document_ids_BT is None
+    assert numbered(source)(np.array([first])).document_ids_BT[0, 0] == 1
+    example = source.rows.sources[1].examples_in(0)[0]
+    assert place_of(rows, first, 0, 1) == f"example {example} of {whole / source.entries[1].file} (chats)"
+
+
+@of_chats
 @pytest.mark.parametrize("rows", [1, 3, 500])
 def test_held_out_chats_are_the_first_that_fill_the_rows(tmp_path, prepared, whole, kind, rows):
     """While more are written, and with fewer than asked for once the set is complete."""
@@ -456,6 +467,16 @@ def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
         publish(whole, data, 1000)
         assert run.train() == 0
     assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(before)]
+
+
+def test_a_run_starts_with_a_shard_and_the_validation(tmp_path, prepared, whole, capfd):
+    data = tmp_path / "grows"
+    (data / "empty").mkdir(parents=True)
+    assert ahead_run(prepared, tmp_path / "none", data / "empty").train() == 3
+    assert "training starts once it has shards with the rows of a step" in capfd.readouterr().err
+    publish(whole, data, 1)
+    assert ahead_run(prepared, tmp_path / "few", data, VALIDATION_ROWS=500).train() == 3
+    assert "training starts once it has VALIDATION_ROWS=500 held-out rows" in capfd.readouterr().err
 
 
 SLOW = """

@@ -32,6 +32,7 @@ from data_pipeline.sources import (
     identify,
     read_records,
     read_texts,
+    source_of,
     validation_split,
 )
 
@@ -253,6 +254,11 @@ def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_pa
         [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
 
 
+def test_the_names_of_splits_may_have_capitals(tmp_path):
+    write_tree(tmp_path, "Train.jsonl", "TEST.jsonl", "Dev.JSONL")
+    assert [texts_of(tmp_path, split=split)[0] for split in (None, "test", "validation")] == [["Train.jsonl"], ["TEST.jsonl"], ["Dev.JSONL"]]
+
+
 @pytest.mark.parametrize("documents, expected", [
     ("whole", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree"]),
     ("line", [" = A = \n", "one\n", "two\n", " = = sub = = \n", "---\n", " = B = \n", "three"]),
@@ -293,6 +299,12 @@ def test_any_fsspec_url_is_read():
     assert texts_of("memory://corpus/*.jsonl")[0] == ["far", "away"]
     with pytest.raises(DataError, match="memory://corpus/none"):
         texts_of("memory://corpus/none.jsonl")
+
+
+@pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
+                                            ("what?.jsonl", ("jsonl", None))])
+def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
+    assert sources.format_of(name) == expected
 
 
 RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n": [1.5, {"a": [None, True]}]}, {}, {"text": "x" * 300}]
@@ -405,6 +417,14 @@ def test_a_local_source_is_its_content_wherever_it_lies(tmp_path):
     assert here == identify(Source(path=str(tmp_path / "here")), known, hashed.append) and not hashed
     (tmp_path / "here" / "x.jsonl").write_text(jsonl("Same"))
     assert here != identify(Source(path=str(tmp_path / "here")), known, hashed.append) and hashed
+
+
+def test_what_a_user_types_is_a_shortcut_a_path_or_a_hub_name(tmp_path):
+    assert source_of("fineweb-edu").name == "HuggingFaceFW/fineweb-edu"
+    assert source_of("wikitext", config="wikitext-2-raw-v1") == Source(
+        name="Salesforce/wikitext", config="wikitext-2-raw-v1", documents="wikitext")
+    assert source_of(str(tmp_path)).path and source_of("s3://bucket/x").path and source_of("x/*.gz").path
+    assert source_of("missing.jsonl").path and source_of("owner/dataset").name
 
 
 def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monkeypatch):

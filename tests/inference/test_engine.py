@@ -202,6 +202,19 @@ def test_all_graphs_of_a_thread_are_captured_in_one_pool_which_outlives_them(mon
     assert len({*pools}) == 2
 
 
+def test_a_failed_graph_capture_is_reported_once_and_generation_continues(model, monkeypatch, capsys):
+    def capture(compute):
+        raise RuntimeError("no capture here\nmore")
+
+    monkeypatch.setattr(engine_module, "capture", capture)
+    monkeypatch.setattr(engine_module.Batch, "captures", True)
+    for _ in range(2):
+        engine = Engine(model, 2, 60)
+        engine.cache.static = True
+        assert run(engine, *(Request(prompt, 20, DRAWN) for prompt in PROMPTS[:2])) == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:2]]
+    assert capsys.readouterr().err == "generating without CUDA graphs (no capture here)\n"
+
+
 def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
     engine, short, long = Engine(model, 2, 60, prefill_tokens=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
     engine.add(short)

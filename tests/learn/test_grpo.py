@@ -305,6 +305,18 @@ def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words
     assert load("math") and load("operator:setitem"), "three arguments"
 
 
+def test_unparsed_answers_are_counted_and_reported_once():
+    told: list[str] = []
+    rollouts = SimpleNamespace(config=Config(reward="math"), rewards=SimpleNamespace(names=("math",)), is_reported=False,
+                               context=SimpleNamespace(log=SimpleNamespace(warn=told.append)))
+    answers = [Answer(1, True, 0.0, [0.0], "", "", misunderstood=number < 3) for number in range(4)]
+    for step in (1, 2):
+        assert Rollouts.count_misunderstood(rollouts, answers, f"step {step}") == {"answers_misunderstood": 0.75}
+    assert len(told) == 1 and told[0].startswith("step 1: REWARD=math finds no single value in 3 of 4 answers")
+    rollouts.rewards.names = ("exact",)
+    assert Rollouts.count_misunderstood(rollouts, answers, "step 3") == {}
+
+
 @pytest.mark.parametrize("own_share", [1.0, 0.5])
 def test_what_is_answered_together_does_not_depend_on_the_ranks(own_share, monkeypatch):
     """Otherwise matmuls would have other shapes, and so other bits. Seven micro-batches of two prompts, of which three go together."""

@@ -175,6 +175,16 @@ def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch
     assert trial(kernel, "window", (4, 2, 8), CPU, FP32) is None
 
 
+@pytest.mark.parametrize("kernel", ["flash-3", "flash-2", "varlen"])
+def test_what_is_not_installed_says_so(kernel, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert trial(kernel, "documents", (4, 2, 8), CPU, BF16)
+    if hasattr(torch.nn.attention, "current_flash_attention_impl"):
+        assert torch.nn.attention.current_flash_attention_impl() is None
+
+
 def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
     def wrong(q, k, v, borders, *rest, **options):
         return by_document(q, k, v, torch.tensor([0, len(q)]))

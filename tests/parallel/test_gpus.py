@@ -1,6 +1,7 @@
 """GPUs are chosen as asked, from those that are there, visible and not partitioned."""
 
 import os
+import sys
 from argparse import ArgumentTypeError
 
 import pytest
@@ -58,5 +59,14 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(requested, visible, rea
 def test_what_means_nothing_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="such as 3,5, idle:2 or least:2"):
         GpuRequest.parse(text)
+
+
+def test_without_nvml_the_error_says_what_to_install(nvml, monkeypatch):
+    nvml("nvmlInit")
+    with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
+        read_gpus()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(SettingsError, match="pip install nvidia-ml-py"):
+        read_gpus()
 
 

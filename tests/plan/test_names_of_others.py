@@ -209,9 +209,6 @@ def test_every_conversion_is_to_valid_settings():
             assert not validate({key: (each, "") for key, each in settings.items()})[1], (name, value)
 
 
-# DEBUG alone, and a size for production
-
-
 def test_debug_alone_is_the_preset_on_the_sample_if_there_is_no_data():
     for loaded in (load("--debug"), load(env="DEBUG=true\nSEED=3\n")):
         config = loaded.config

@@ -59,9 +59,6 @@ def refused(*flags, env="", error=PaddockError, **environ) -> str:
     return str(caught.value)
 
 
-# Which start
-
-
 KINDS = {  # name -> (flags, kind, folder, step, is_own)
     "a new run": ([*PRETRAIN, "--run-name", "new"], "new", None, 0, False),
     "its own newest": (["--run-name", "tuned"], "continue", STEP_5, 5, True),
@@ -181,9 +178,6 @@ def test_a_model_is_cut_by_a_flag_or_in_pretraining():
     assert "N_LAYERS is 2 there and 3 here" in refused(*PRETRAIN, "--pretrain-checkpoint", "base", "--n-layers", 3)
 
 
-# RESET_OPTIMIZER and START_STEP
-
-
 @pytest.mark.parametrize("name, value", [("RESET_OPTIMIZER", "true"), ("START_STEP", 2), ("START_STEP", 0)])
 def test_a_setting_of_a_start_needs_one_and_never_restarts_a_run(name, value):
     flag, needs = [f"--{name.lower().replace('_', '-')}", value], f"{name}={value} needs a start checkpoint"
@@ -227,18 +221,12 @@ def test_scaling_lengthens_what_a_model_has_learned_by_its_ratio_to_the_model_s_
         assert any(f"is longer than the {context} positions of the model" in each for each in loaded.warnings) == is_told
 
 
-# RESUME with a path
-
-
 @pytest.mark.parametrize("env", ["RESET_OPTIMIZER=true", "START_STEP=2", "PRETRAIN_CHECKPOINT=chat", "TRAINING_STAGE=dpo", "LEARNING_RATE=3"])
 def test_resume_of_a_path_does_not_use_what_env_says_of_another_start(env):
     loaded = plan("--run-name", "new", "--resume", STEP_3, env=f"{env}\n")
     assert loaded.start.step == 3 and not_used(loaded) == [env]
     name = env.partition("=")[0]
     assert loaded.config.public()[name] == (TUNED | {"PRETRAIN_CHECKPOINT": None, "RESET_OPTIMIZER": False}).get(name)
-
-
-# The three rules
 
 
 PLACES = {".env": 0, "a preset that .env names": 0, "a preset": 0, "--config": 0, "the environment": 1, "a flag": 1}
@@ -359,9 +347,6 @@ def test_any_settings_of_a_start_give_a_plan_or_an_error_for_the_user(in_env, by
         assert loaded.start.state["settings"]["TRAINING_STAGE"] == loaded.config.training_stage or not loaded.start.is_own
 
 
-# A plan as data
-
-
 PLANS = {"new": (PRETRAIN, "DEPTH=2\nLOG_EVERY=3\n"), "continue": (["--run-name", "tuned"], "LEARNING_RATE=3\nEPOCHS=2\n"),
          "from": ([*SFT, "--pretrain-checkpoint", "base"], "WANDB_API_KEY=canary\nSEED=3\n"),
          "adapters": ([*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters"], ""),
@@ -388,6 +373,16 @@ def test_other_ranks_get_all_that_the_facts_add():
                             untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
     again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
     assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
+
+
+def test_a_plan_is_the_same_twice_and_writes_nothing(folder):
+    def contents() -> list:
+        return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.name != ".env")
+
+    before = contents()
+    for flags, env in PLANS.values():
+        assert plan(*flags, env=env).to_json() == plan(*flags, env=env).to_json()
+    assert contents() == before
 
 
 def test_a_plan_needs_no_torch():
