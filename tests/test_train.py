@@ -369,6 +369,7 @@ def test_losses_are_those_of_the_committed_curve(tiny_run):
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shape", [{}, {"MODEL_TYPE": "qwen3", "SLIDING_WINDOW": 6, "SLIDING_EVERY": 2}, {"MODEL_TYPE": "smollm3", "NO_ROPE_EVERY": 2}])
 def test_compiled_losses_are_the_eager_ones(tiny_run, shape):

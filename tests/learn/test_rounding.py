@@ -157,6 +157,7 @@ def test_every_sum_of_micro_batches_has_other_bits():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_a_compiled_update_rounds_by_the_same_bits():
     results = []
     for is_compiled in (False, True):

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -224,7 +225,8 @@ def test_wandb_gets_tables_and_the_report_and_prints_the_upload_command(tmp_path
                            (2, {"evaluation": (["step", "metric", "value"], EVALUATION)})]
     assert fake.artifacts == [("report-abc", "report", "<html>")]
     assert fake.arguments["config"] == Config(**settings).public() and "canary" not in repr(fake.arguments)
-    assert f"/bin/wandb sync '{tmp_path}/my runs/run'/wandb/offline-run-*" in capsys.readouterr().out
+    printed = capsys.readouterr().out.partition("Upload to wandb: ")[2].splitlines()[0]
+    assert shlex.split(printed) == [f"{Path(sys.executable).parent}/wandb", "sync", f"{tmp_path}/my runs/run/wandb/offline-run-*"]
 
 
 def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
