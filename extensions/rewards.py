@@ -35,6 +35,7 @@ NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in
     (r"[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}"), ("\u2044", "/"),
     (r"[\u2012\u2013\u2212\ufe63\uff0d]", "-"), (r"\{,\}|,\\!", ","),
+    (r"(?<=\d)['’_](?=\d{3}(?!\d))", ","),
     (r"\\[,;: ()\[\]]|[~\u00a0\u2009\u202f]", " "), (r"\\([%{}])", r"\1"),
     (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!|\\?[$€£¥]", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?|°", " "), (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
@@ -44,12 +45,12 @@ NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in
 DIGITS = (r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
           r"(?:[eE][-+]?\d{1,3}(?!\w))?")
 AMOUNT = rf"(?:-\s*)?(?:«-?\d+;\d+»|{DIGITS})"  # « » enclose what was computed
+ARGUMENT = rf"(?:\{{\s*({AMOUNT})\s*\}}|(\d))"  # of a LaTeX command
 # Fractions, mixed numbers, ratios and powers: replaced by their value, the innermost first.
 COMPUTED = tuple((re.compile(pattern), is_power) for pattern, is_power in (
     (rf"(?<![\w.])({DIGITS})\s*[*x]\s*(10)\s*\^\s*(?:\{{\s*(-?\d{{1,3}})\s*\}}|(-?\d{{1,3}}))(?!\d)", True),
     (rf"(?<![\w.])({DIGITS})\s*\^\s*(?:\{{\s*(-?\d{{1,3}})\s*\}}|(-?\d{{1,3}}))(?!\d)", True),
-    (rf"(?:(?<![\w.,])(\d+)\s*)?\\[dtc]?frac\s*(?:\{{\s*({AMOUNT})\s*\}}|(\d))\s*(?:\{{\s*({AMOUNT})\s*\}}|(\d))",
-     False),
+    (rf"(?:(?<![\w.,])(\d+)\s*)?\\[dtc]?frac\s*{ARGUMENT}\s*{ARGUMENT}", False),
     (r"(?<![\w.,/])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.,]*/)(?!\w)", False),
     (rf"(?<![\w.,/])({DIGITS})\s*/\s*({DIGITS})(?![\d.]*\s*/)", False)))
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -58,6 +59,7 @@ TERM = re.compile(
     rf"(?:\s+(?P<scale>{'|'.join(SCALES)})\b)?|\\[A-Za-z]+|[√π∞±]|\b(?:sqrt|pi)\b"  # the rest is not rational
     rf"|[(\[{{]\s*{AMOUNT}(?:\s*,(?!\d{{3}}\b)\s*{AMOUNT})+\s*[)\]}}]")
 JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the terms of an expression
+NO_NUMBER = re.compile(r"[<>≤≥≠|]|(?<!\\)!|\d\s*_\{?\d")  # also a factorial, |x|, and another base than 10
 UNITS = frozenset("mgshlLJNWVACF")  # other single letters after a number are variables
 
 
@@ -175,7 +177,7 @@ def final_value(text: str, is_reference: bool = False) -> Fraction | None:
         text = text[cue[-1].end():] if cue else text
     values, is_equal = terms_in(re.sub(r"^\s*[A-Za-z]\w*(\([^()=]*\))?\s*=", "", text) if is_only else text)
     if is_only or not values:
-        return values[0] if len(values) == 1 and not re.search("[<>≤≥≠]", text) else None
+        return values[0] if len(values) == 1 and not NO_NUMBER.search(text) else None
     if not cue:
         return values[-1]
     return values[next((number for number, equal in enumerate(is_equal) if not equal), len(values) - 1)]
