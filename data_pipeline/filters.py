@@ -1,6 +1,7 @@
 """The filter of preparation: removes documents that share a run of words with an evaluation item."""
 
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,23 +10,27 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, read_records
+from data_pipeline.sources import Reading, Source, identity_of, read_records
 from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.
-FILTERS_VERSION = 2
+FILTERS_VERSION = 3
 # Runs of 13 words are compared, and shorter texts of items as a whole from 8 words on, as in GPT-3
 # (arXiv:2005.14165, appendix C). Fewer words, such as an answer, are in documents by chance.
 OVERLAP_WORDS, LEAST_WORDS = 13, 8
-# Chinese and Japanese have no spaces between words: each character counts as a word.
+# Chinese and Japanese have no spaces between words: each character counts as a word. Thai, Lao, Burmese and
+# Khmer have none either, and are divided at their vowel signs; other scripts keep these within words.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+DIVIDED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")
+MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000))
+                if unicodedata.category(mark)[0] == "M" and not DIVIDED.match(mark))
+WORD = re.compile(rf"[{UNSPACED}]|(?:[^\W_{UNSPACED}]+[{MARKS}]*)+")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with mixed bits
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation; a text without words is one word."""
-    return WORD.findall(text.casefold()) or [text.strip()]
+    """Return the words of a text as `identity_of` writes them, without punctuation."""
+    return WORD.findall(identity_of(text))
 
 
 def hashes_of_runs(words: list[str], length: int) -> np.ndarray:

@@ -49,6 +49,8 @@ TABLE_ROWS = 1000  # read from a table at once
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin with its first half
 VARIABLE = re.compile(r"\d+|'[^']* [^']*'")  # differs in the reasons of bad records of one kind
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
+INVISIBLE = re.compile(  # soft hyphens, joiners, marks of direction or byte order, variation selectors
+    "[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
 SAVED_FILES = ("dataset_dict.json", "state.json")  # one is in each folder that `datasets` saved
 DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
 # Left out of folders, as by `datasets`: names that begin with a dot, folders that begin with __.
@@ -116,11 +118,13 @@ SHORTCUTS = {
 
 
 def identity_of(text: str) -> str:
-    """Return what all writings of a text have in common.
+    """Return what all writings of a text have in common, as Unicode's NFKC_Casefold, with single spaces.
 
-    White space, letter case and Unicode forms do not count: tokenizers and chat formats remove them.
+    White space, letter case, Unicode forms and what nobody sees do not count: tokenizers and chat formats
+    remove them.
     """
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    visible = text if text.isascii() else INVISIBLE.sub("", text)
+    return " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
 
 
 class Document(NamedTuple):

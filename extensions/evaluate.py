@@ -24,7 +24,7 @@ from common.errors import DataError, PaddockError, SettingsError, requires_packa
 from common.files import json_sha256
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
-from data_pipeline.filters import WORD
+from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import ChatFormat, load_chat_format
@@ -227,9 +227,7 @@ def count(pattern: re.Pattern, *texts: str) -> int:
 class Words:
     """A tokenizer for rouge-score: the words of any script; each Chinese or Japanese character is one."""
 
-    @staticmethod
-    def tokenize(text: str) -> list[str]:
-        return WORD.findall(text.casefold())
+    tokenize = staticmethod(words_of)
 
 
 def bleu_tokenizer(references: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 from functools import cache
 from random import Random
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from data_pipeline import filters
 from data_pipeline import prepare as preparation
 from data_pipeline.filters import EvaluationItems, words_of
 from data_pipeline.shards import MANIFEST
+from data_pipeline.sources import identity_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
@@ -67,6 +69,14 @@ def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path
     (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
     with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 8 words"):
         EvaluationItems(str(tmp_path / "items.json"))
+
+
+@pytest.mark.parametrize("text, words", [
+    ("भारत की राजधानी क्या है", ["भारत", "की", "राजधानी", "क्या", "है"]), ("مُحَمَّد رسول", ["مُحَمَّد", "رسول"]), ("שָׁלוֹם עולם", ["שָׁלוֹם", "עולם"]),
+    ("cafe\u0301 ＯＡＫ so\u00adft ze\u200bro", ["café", "oak", "soft", "zero"]), ("東京は?", ["東", "京", "は"]), ("서울은 크다", ["서울은", "크다"]), ("\U0001f642 !", [])])
+def test_words_of_any_script_are_those_that_spaces_separate_however_they_are_written(text, words):
+    assert [*map(identity_of, words)] == words_of(text) == words_of(normalize("NFD", text))
+    assert len(words_of("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย")) == 4, "Thai is divided at its vowel signs"
 
 
 @pytest.mark.parametrize("length", [7, 8, 12, 13, 14])

@@ -153,7 +153,9 @@ def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, s
 
 
 def test_all_writings_of_a_text_are_held_out_together():
-    """Case as Unicode folds it, ligatures, accents in two forms and any white space."""
+    """Case as Unicode folds it, ligatures, accents in two forms, any white space, and what nobody sees."""
+    assert {*map(sources.identity_of, ["\ufeffa zebra", "a\u200b ze\u00adbra", "a zebra\ufe0f", "a\r\nzebra\u200e"])} == {"a zebra"}
+    assert sources.identity_of("e\u0301") != sources.identity_of("e"), "an accent is seen"
     assert sources.identity_of(" STRASSE\u00a0\n\ufb01ne e\u0301") == sources.identity_of("straße fine \u00e9") == "strasse fine \u00e9"
 
 
