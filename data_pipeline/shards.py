@@ -17,6 +17,7 @@ import time
 import weakref
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,7 +49,10 @@ NPY_MAGIC = b"\x93NUMPY"
 SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
 PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as SplitWriter names them
 RAW_NAMES = {"train", "val", "validation"}
-OTHER_FORMATS = (b"PAR1", b"\x1f\x8b", b"PK\3\4", b"\x80\4\x95", b"\x80\5\x95")  # Parquet, gzip, zip, pickle
+PARQUET = b"PAR1"
+# gzip, bzip2, xz, zstd, zip (of NumPy and torch), pickles, HDF5, Arrow, GGUF
+PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\x80\2}", b"\x80\2]", b"\x80\3",
+          b"\x80\4\x95", b"\x80\5\x95", b"\x89HDF", b"ARROW1", b"GGUF")
 WIDTH_SAMPLE, MOST_HIGH_BITS, MOST_TEXTLIKE_BYTES = 1 << 15, 4, 64
 # So many tokens have most of their vocabulary. If all ids are below this share of it, perhaps it is another.
 MANY_TOKENS, LOW_SHARE = 10_000, 0.25
@@ -383,7 +387,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         # Hash the size, start, middle and end of each file, a small read for every rank.
         hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
         for shard in shards:
-            if not shard.offset:
+            if shard.dtype == "uint16" and shard.path.suffix != ".npy":
                 check_width(shard, tokenizer.vocab_size)
             if shard.dtype < dtype_for(tokenizer.vocab_size):
                 raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
@@ -518,8 +522,10 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
     if not exists and not remote.is_hub_name(str(path)):
         return DataError(f"{path}: no such file or folder; check {setting}, or prepare data with "
                          f"{command(script)}")
-    name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
-    return DataError(f"{path}: {problem}; {name}prepare it with {command(script, '--source', str(path))}")
+    if path.is_file() and path.suffix in ("", ".bin", ".npy"):
+        suffix = ".parquet" if path.read_bytes()[:4] == PARQUET else ".txt or .jsonl"
+        return DataError(f"{path}: {problem}; call it {suffix}, and prepare that with {command(script)}")
+    return DataError(f"{path}: {problem}; prepare it with {command(script, '--source', str(path))}")
 
 
 def _open_shard(path: Path, digest: str | None = None) -> Shard:
@@ -540,8 +546,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     is_npy = path.suffix == ".npy" or head.startswith(NPY_MAGIC)
     magic = int.from_bytes(head[:4], "little")
     known = {number: (dtype, version) for dtype, (number, version) in MAGIC_AND_VERSION.items()}
-    is_raw = path.stem.lower() in RAW_NAMES and not is_npy and (len(head) < HEADER_BYTES or any(head[12:]))
-    is_raw = is_raw and not is_other_content(head)
+    is_raw = path.stem.lower() in RAW_NAMES and not is_npy and not is_other_content(head) and (
+        len(head) < HEADER_BYTES or any(head[12:]) or not any(head))
     if magic in known:
         if len(head) < HEADER_BYTES:
             raise DataError(f"{path}: is cut short inside its header, at {len(head)} bytes; copy it again")
@@ -556,12 +562,16 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
         dtype, offset, tokens = "uint16", 0, status.st_size // 2
         if status.st_size % 2:
             raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
+    elif head.startswith(PACKED):
+        raise DataError(f"{path}: is compressed or packed, not plain ids; load them in Python, and save them "
+                        "with numpy.save, as uint16 or uint32")
     elif b"\0" not in head or is_other_content(head):
         raise _unprepared(path, "holds text or records, not tokens")
     else:
+        other = "call it train.bin or val.bin, or " * (path.stem.lower() not in RAW_NAMES) + "save its ids"
         raise DataError(f"{path}: wrong magic: starts with {head[:4].hex(' ')}, which is not a header of "
-                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header must be "
-                        "called train.bin or val.bin")
+                        f"llm.c ({' or '.join(map(str, known))}) or .npy; if it has no header, {other} with "
+                        "numpy.save")
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
     if size != expected:
@@ -580,11 +590,11 @@ def is_other_content(head: bytes) -> bool:
         is_text = b"\0" not in head and len(head) > MOST_TEXTLIKE_BYTES
     except UnicodeDecodeError:
         is_text = False
-    return is_text or head.startswith(OTHER_FORMATS)
+    return is_text or head.startswith((PARQUET, *PACKED))
 
 
 def check_width(shard: Shard, vocab_size: int) -> None:
-    """Raise DataError if ids without a header seem to have 1, 4 or 8 bytes, or the other byte order."""
+    """Raise DataError if uint16 ids seem to have 1, 4 or 8 bytes, or the other byte order."""
     numbers, dtype = shard.read(0, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
     if len(numbers) < 4:
         return
@@ -595,18 +605,19 @@ def check_width(shard: Shard, vocab_size: int) -> None:
     if not dtype and numbers.byteswap().max() < vocab_size <= numbers.max():
         dtype = ">u2"
     with np.errstate(invalid="ignore"):
-        for floats in ("<f4", "<f8"):
+        for floats in ("<f2", "<f4", "<f8"):
             values = numbers.view(floats)
-            if values.any() and np.all((values == np.floor(values)) & (values >= 0) & (values < vocab_size)):
+            is_id = (values == np.floor(values)) & (values >= 0) & (values < np.float64(vocab_size))
+            if values.any() and is_id.all():
                 dtype = floats
     low, high = ({*np.unique(each).tolist()} for each in (numbers & 255, numbers >> 8))
     if low == high and 1 < len(low) and max(low) < 128:  # of a small vocabulary
         dtype = "<u1"
     if dtype:
         order, name = "big" if dtype[0] == ">" else "little", shard.path.name
-        ids = f"numpy.fromfile({name!r}, {dtype!r}).astype('uint32')"
-        raise DataError(f"{shard.path}: its ids look like {order}-endian {np.dtype(dtype).name}, but without "
-                        "a header they are read as little-endian uint16; run "
+        ids = f"numpy.fromfile({name!r}, {dtype!r}, offset={shard.offset}).astype('uint32')"
+        raise DataError(f"{shard.path}: its ids look like {order}-endian {np.dtype(dtype).name}, but are "
+                        "read as little-endian uint16, by its header or without one; run "
                         f"numpy.save({shard.path.stem + '.npy'!r}, {ids}) in its folder, and remove {name}")
 
 
@@ -645,7 +656,8 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray |
             is_known = (isinstance(result, dict) and result.items() >= file_stamp(shard.status).items()
                         and isinstance(result.get("max_id"), int)
                         and (not has_ids or isinstance(result.get("used"), str))
-                        and (shard.sha256 is not None or result.get("start_id", -1) == start_id)
+                        and (shard.sha256 is not None
+                             or "common" in result and result.get("start_id", -1) == start_id)
                         and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
             if verify == "always" or not is_known:
                 due.append(shard)
@@ -677,14 +689,18 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray |
 def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: TokenSet) -> None:
     """Print what is odd about foreign tokens, of which nothing says how they were made."""
     name, tokens, vocabulary = shards[0].path, sum(each.tokens for each in shards), token_set.vocab_size
-    starts, zeros = (sum(result[key] for result in results) for key in ("starts", "zeros"))
+    starts, common = sum(result["starts"] for result in results), Counter()
+    for result in results:
+        common[result["common"][0]] += result["common"][1]
+    [(most_common, number)] = common.most_common(1)
     highest, start_id = max(result["max_id"] for result in results), token_set.document_start_id
     if start_id is not None and not starts:
         say_once(f"{name}: none of {tokens:,} tokens is {start_id}, the start of a document, so documents "
                  "cannot be told apart: attention crosses their borders; if there are several, tokenize them "
                  "with it")
-    if 2 * zeros > tokens and start_id != 0:
-        say_once(f"{name}: {zeros / tokens:.0%} of the tokens are 0; if these are padding, leave them out")
+    if 2 * number > tokens:
+        say_once(f"{name}: {number / tokens:.0%} of the tokens are {most_common}; if these are padding, "
+                 "leave them out")
     if tokens >= MANY_TOKENS and highest < LOW_SHARE * vocabulary:
         say_once(f"{name}: the highest id is {highest:,}, of a vocabulary of {vocabulary:,}; if they are "
                  "another tokenizer's, set TOKENIZER_PATH to it")
@@ -710,21 +726,22 @@ def _scan(shard: Shard, start_id: Optional[int], vocab_size: int, advance: Calla
     A file of a manifest has the hash. Which ids occur is a bit each, compressed; None without a vocabulary
     or with ids beyond it.
     """
-    hasher, max_id, starts, zeros = hashlib.sha256(), 0, 0, 0
-    used = np.zeros(vocab_size, bool)
+    hasher, max_id, starts = hashlib.sha256(), 0, 0
+    counts = np.zeros(vocab_size, np.int64)
     hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
     for _, ids in shard.blocks():
         hasher.update(ids)
         max_id = max(max_id, int(ids.max()))
         if max_id < vocab_size:
-            used[ids.astype(np.intp)] = True  # faster than narrower indices
+            counts += np.bincount(ids, minlength=vocab_size)
         if shard.sha256 is None:
             starts += int(np.count_nonzero(ids == start_id))
-            zeros += len(ids) - int(np.count_nonzero(ids))
         advance(ids.nbytes)
-    counts = {"start_id": start_id, "starts": starts, "zeros": zeros} if shard.sha256 is None else {}
-    bits = base64.b64encode(zlib.compress(np.packbits(used))).decode() if max_id < vocab_size else None
-    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, "used": bits, **counts}
+    packed = zlib.compress(np.packbits(counts > 0))
+    foreign = {} if shard.sha256 is not None else {
+        "start_id": start_id, "starts": starts, "common": [int(counts.argmax()), int(counts.max())]}
+    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, **foreign,
+            "used": base64.b64encode(packed).decode() if max_id < vocab_size else None}
 
 
 # -------------------------------------------------------------------------------------------------- writing

@@ -1,12 +1,17 @@
+import bz2
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
+import pickle
 import re
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from factories import flip_bit
 
 from common.errors import DataError
@@ -286,10 +291,12 @@ def test_two_kinds_of_files_are_refused(foreign):
 
 
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
-@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f4", "<f8", "<u1"])
-def test_a_raw_file_of_ids_that_are_not_uint16_is_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, monkeypatch):
-    ids = np.random.default_rng(1).integers(0, {">u2": 50_000, "<u1": 65}.get(dtype, vocabulary), 3000)
-    (tmp_path / "train.bin").write_bytes(ids.astype(dtype).tobytes())
+@pytest.mark.parametrize("has_header", [False, True], ids=["raw", "header"])
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f2", "<f4", "<f8", "<u1"])
+def test_ids_that_are_not_uint16_are_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, has_header, monkeypatch):
+    ids = np.random.default_rng(1).integers(0, {">u2": 50_000, "<u1": 65, "<f2": 2000}.get(dtype, vocabulary), 3000)
+    body = ids.astype(dtype).tobytes()
+    (tmp_path / "train.bin").write_bytes(shard_reader.header_bytes(len(body) // 2, "uint16") * has_header + body)
     with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:
         open_train(tmp_path, vocab_size=50_000 if dtype == ">u2" else vocabulary)
     monkeypatch.chdir(tmp_path)
@@ -298,11 +305,34 @@ def test_a_raw_file_of_ids_that_are_not_uint16_is_refused_with_a_way_that_works(
     assert open_train(tmp_path, vocab_size=vocabulary).read(0, 3000).tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize("content", ["Once upon a time. " * 40, "Es war einmal. \u00e4\u6a4b" * 90, b"PAR1" + bytes(99), b"\x1f\x8b\b\0" + bytes(96)])
-def test_a_raw_name_does_not_make_text_or_a_table_tokens(tmp_path, content):
+@pytest.mark.parametrize("content, advice", [
+    ("Once upon a time. " * 40, "call it .txt or .jsonl"), ("Es war einmal. \u00e4\u6a4b" * 90, "call it .txt or .jsonl"), (b"PAR1" + bytes(99), "call it .parquet")])
+def test_a_raw_name_does_not_make_text_or_a_table_tokens(tmp_path, content, advice):
     (tmp_path / "train.bin").write_bytes(content if isinstance(content, bytes) else content.encode()[:1000])
-    with pytest.raises(DataError, match="train.bin: holds text or records, not tokens"):
+    with pytest.raises(DataError, match=f"train.bin: holds text or records, not tokens; {advice}, and prepare that with"):
         open_train(tmp_path, vocab_size=1 << 16)
+    (tmp_path / "train.bin").rename(tmp_path / "train.txt")  # what the advice leads to
+    with pytest.raises(DataError, match="train.txt: .*; prepare it with .* --source .*train.txt"):
+        open_train(tmp_path / "train.txt", vocab_size=1 << 16)
+
+
+@pytest.mark.parametrize("write", [
+    lambda path, ids: path.write_bytes(gzip.compress(ids.tobytes())), lambda path, ids: path.write_bytes(bz2.compress(ids.tobytes())),
+    lambda path, ids: path.write_bytes(lzma.compress(ids.tobytes())), lambda path, ids: path.write_bytes(pickle.dumps(ids.tolist(), 2)),
+    lambda path, ids: path.write_bytes(pickle.dumps(ids)), lambda path, ids: np.savez(path.with_suffix(".npz"), ids) or path.with_suffix(".npz").rename(path), lambda path, ids: torch.save(torch.tensor(ids.astype(int)), path)],
+    ids=["gzip", "bz2", "xz", "pickle 2", "pickle", "npz", "torch"])
+@pytest.mark.parametrize("name", ["train.bin", "x_train_1.bin", "train.npy"])
+def test_packed_ids_are_no_ids(tmp_path, write, name):
+    write(tmp_path / name, np.arange(3000, dtype="<u2"))
+    with pytest.raises(DataError, match=f"{name}: is compressed or packed, not plain ids; load them in Python, and save them with numpy.save"):
+        open_train(tmp_path, vocab_size=1 << 16)
+
+
+def test_ids_may_begin_with_many_zeros(tmp_path):
+    """As if they were an empty header, such as of texts padded on the left."""
+    ids = np.r_[np.zeros(700, "<u2"), np.arange(1, 500, dtype="<u2")]
+    (tmp_path / "train.bin").write_bytes(ids.tobytes())
+    assert open_train(tmp_path).read(0, len(ids)).tolist() == ids.tolist()
 
 
 def test_a_numpy_file_may_be_called_train_bin(tmp_path):
@@ -332,11 +362,14 @@ def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, do
     assert f"none of {len(ids):,} tokens is 999" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("zeros", [60, 51, 50, 40])
-def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, zeros):
-    write_llmc(tmp_path / "train.bin", np.r_[np.zeros(zeros, int), np.arange(100 - zeros) + 700])
+@pytest.mark.parametrize("padding", [0, 3, 705])  # 705 starts a document, and pads in GPT-2's tokenizer
+@pytest.mark.parametrize("share", [60, 51, 50, 40])
+def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, share, padding):
+    ids = np.r_[np.full(share, padding), np.setdiff1d(np.arange(200 - share) + 600, [padding])[:100 - share]]
+    for number, part in enumerate(np.split(ids, [share // 2])):
+        write_llmc(tmp_path / f"x_train_{number}.bin", part)
     open_train(tmp_path, document_start_id=705)
-    assert (f"{zeros}% of the tokens are 0; if these are padding, leave them out" in capfd.readouterr().err) == (zeros > 50)
+    assert (f"{share}% of the tokens are {padding}; if these are padding, leave them out" in capfd.readouterr().err) == (share > 50)
 
 
 def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):
