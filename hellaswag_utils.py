@@ -84,8 +84,7 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
         notes.append(f"has fields that are not scored: {unused}{belongs}")
     if any(item.is_question for item in items):
         notes.append("has questions with choices; each choice is scored after 'Question: ...\\nAnswer:'")
-    if items[0].first_label:
-        notes.append("has labels that count from 1")
+    notes += filter(None, [items[0].about_labels])
     if cut := sum(task.is_cut for task in tasks):
         notes.append(f"has {cut:,} of {counted(len(tasks), 'context')} that lose their beginning, since they "
                      f"do not fit into {config.max_seq_len:,} tokens")

@@ -41,6 +41,7 @@ from data_pipeline.sources import (
     flaw_of,
     identity_of,
     read_records,
+    texts_in,
     type_name,
     unique,
 )
@@ -111,8 +112,7 @@ class Example(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        return [text for message in (*self.messages, *self.answers) for text in (
-            message.get("reasoning_content"), message["content"]) if text is not None]
+        return [text for message in (*self.messages, *self.answers) for text in said_in(message)]
 
     @property
     def text(self) -> str:
@@ -137,6 +137,14 @@ class Example(NamedTuple):
     def whole_key(self) -> str:
         """The key instead of `split_key` if too many examples share that: the whole conversation."""
         return identity_of(json.dumps([self.messages, self.answers, self.record], default=str))
+
+
+def said_in(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message that templates write: reasoning, content, and those of its calls."""
+    if len(message) == 2:  # the usual case, faster
+        return [message["content"]]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return texts_in([message.get("reasoning_content"), message["content"], calls])
 
 
 def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (),
@@ -682,7 +690,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
             else:
                 segments = chat_format.encode_chat(messages, options)
             targets = example.answers or [*filter(is_target, example.messages)] * (not example.record)
-            if missing := coverage.lost(each["content"] for each in targets).keys() - {*"\n\r\t"}:
+            if missing := coverage.lost(chain(*map(said_in, targets))).keys() - {*"\n\r\t"}:
                 raise DataError(f"its answer has {min(missing)!r}, which is not in the vocabulary, so it "
                                 "would be lost or unknown; use another tokenizer")
         except DataError as error:
@@ -692,7 +700,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
         if not example.record and (fault := _label_fault(example, checked, chat_format.of(options))):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
-        lost.update(coverage.lost(each["content"] for each in messages))
+        lost.update(coverage.lost(chain(*map(said_in, messages))))
         accepted[spec.split_of(example)].append(segments)
 
     # Convert them to ids and segments.

@@ -6,6 +6,7 @@ The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, 
 wording of the harness's tasks arc_easy and mmlu_continuation.
 """
 
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ from data_pipeline.chats import json_in
 from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
 
 MOST_ENDINGS = 16
+FROM_ONE = "has labels that count from 1"
+NO_FIRST = ("has no item whose right answer is the first; if its labels count from 1, subtract 1 from each, "
+            "since they are read as counting from 0")
+UNLIKELY = 0.01
 HELLASWAG = "HELLASWAG_PATH="  # only its items are cleaned, and they are checked more strictly
 
 
@@ -31,7 +36,7 @@ class Item(NamedTuple):
     endings: list[str]
     label: int
     unused: tuple[str, ...] = ()  # fields of the record that are not scored; none for HellaSwag
-    first_label: int = 0  # of the file: 0, or 1 if its labels count from 1
+    about_labels: str = ""  # what is said of the labels of the whole file
     is_question: bool = False  # the record has a question and choices instead of a context and endings
 
 
@@ -53,7 +58,10 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
         if not all(item.label for item in items):
             raise DataError(f"{last.where}: its label is {last.label}, but it must be 0 to {last.label - 1}, "
                             "since the file has labels that are 0; correct it")
-        items = [item._replace(label=item.label - 1, first_label=1) for item in items]
+        items = [item._replace(label=item.label - 1, about_labels=FROM_ONE) for item in items]
+    elif all(item.label for item in items) and (
+            math.prod(1 - 1 / len(item.endings) for item in items) < UNLIKELY):
+        items = [item._replace(about_labels=NO_FIRST) for item in items]
     return items
 
 
@@ -98,7 +106,7 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
 
     # The label: a number, a letter, or a name in `choices`
     label, last = record.get(label_column), string.ascii_uppercase[len(endings) - 1]
-    if label in (None, "", -1, "-1"):
+    if label in (None, "", -1, "-1") or label != label:
         raise DataError(f"{where}: has no label; use the validation split, as the test split has no labels")
     labels = {**{str(number): number for number in range(len(endings) + 1)},
               **{letter: number for number, letter in enumerate(string.ascii_uppercase[:len(endings)])}}
@@ -106,7 +114,8 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
     if names is not None:
         labels = {str(each).upper(): number for number, each in enumerate(names)}
         expected = f"a label of its choices, {', '.join(map(str, names))}"
-    if (name := str(label).strip().upper()) not in labels:
+    # A column of numbers with a gap has 1.0.
+    if (name := str(label).strip().upper().removesuffix(".0")) not in labels:
         raise invalid(f"{label_column!r} must be {expected}, got {label!r:.60}")
     if isinstance(label, str) and label in endings and labels[name] != endings.index(label) and not names:
         raise invalid(f"{label_column!r} is {label!r}, a position and also the text of another one of "

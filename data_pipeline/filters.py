@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, identity_of, read_records
+from data_pipeline.sources import Reading, Source, identity_of, read_records, texts_in
 from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.
@@ -87,14 +87,7 @@ def texts_of_item(record: dict) -> list[str]:
     """Return the texts of an evaluation item: context and ending for HellaSwag, else all strings."""
     if isinstance(record.get("ctx"), str) and isinstance(record.get("endings"), list):
         return [f"{record['ctx']} {ending}" for ending in record["endings"]]
-    texts, values = [], list(record.values())
-    while values:
-        value = values.pop(0)
-        if isinstance(value, str):
-            texts.append(value)
-        elif isinstance(value, dict | list):
-            values[:0] = value.values() if isinstance(value, dict) else value
-    return texts
+    return texts_in(record)
 
 
 evaluation_items = lru_cache(maxsize=1)(EvaluationItems)

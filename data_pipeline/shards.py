@@ -595,7 +595,8 @@ def is_other_content(head: bytes) -> bool:
 
 def check_width(shard: Shard, vocab_size: int) -> None:
     """Raise DataError if uint16 ids seem to have 1, 4 or 8 bytes, or the other byte order."""
-    numbers, dtype = shard.read(0, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
+    middle = max(0, shard.tokens - WIDTH_SAMPLE) // 8 * 4  # the start may be padding
+    numbers, dtype = shard.read(middle, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
     if len(numbers) < 4:
         return
     for order, words in (("<", numbers), (">", numbers.byteswap())):

@@ -662,7 +662,9 @@ def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Reco
     csv.field_size_limit(MAX_LINE_BYTES)
     with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
         first = text.readline()
-        mark = max(",\t;", key=first.count)  # spreadsheets write semicolons where the comma is decimal
+        # Spreadsheets write semicolons where the comma is decimal.
+        is_tsv, names = ".tsv" in os.path.basename(file.name), re.sub('"[^"]*"', "", first)
+        mark = "\t" if is_tsv else max(",\t;", key=names.count)
         rows = csv.reader(chain([first], text), delimiter=mark, strict=True)
         try:
             columns = next(rows, [])
@@ -900,6 +902,14 @@ def contents_of(record: Mapping[str, Any]) -> str:
              and not {"role", "from"} & value[0].keys()]
     hint = f" (if {lists[0]!r:.40} is the list of records, write only it into a .json file)" if lists else ""
     return columns_of(record) + hint
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return all texts in a JSON value, in order, without the names of fields."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in texts_in(each)]
 
 
 def type_name(value: Any) -> str:

@@ -43,6 +43,7 @@ COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for a
 DATA, VALIDATION = _TABLES["data"].split(), _TABLES["validation_data"].split()
 OTHER_WAYS |= dict.fromkeys(VALIDATION, "VALIDATION_DATA_PATH names the validation data of the stage")
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
+UNLIMITED = _TABLES["unlimited_if_null"].split()  # null is no limit there, and 0 none here
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
            if name in ("save_every", "validate_every", "log_every")}
@@ -171,16 +172,18 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     """Use an exact name of another trainer, such as max_iters, in a layer; return whether it is one."""
     if re.sub("-", "_", alias.rpartition(".")[2].lower()) == "resume":  # litgpt's, which is true or false
         alias = "resume_from_checkpoint"
+    form = known_form(alias)
+    value = "0" if value is None and form in UNLIMITED else value
     if value in (None, ""):
-        return known_form(alias) is not None
+        return form is not None
     value = str(value).lower() if isinstance(value, bool) else value
-    settings, shown, form = translate(alias, value), shortened(alias), known_form(alias)
+    settings, shown = translate(alias, value), shortened(alias)
     if form is not None:
         layer.named[form] = (str(value).lower(), where)
     if form in SHARES and isinstance(settings, dict):  # 0 steps, or the share 0, means the other there
         layer.notes["warmup_steps"] = f"{shown} is our WARMUP_STEPS: {shortened(str(value))}"
         return True
-    if variable := VARIABLES.get(known_form(alias)):
+    if variable := VARIABLES.get(form):
         value = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         layer.exports[variable] = value
         layer.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
@@ -189,7 +192,7 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         layer.problems.append(f"{where}: {settings}")
         return True
     if settings == {}:
-        sentence = OTHER_WAYS[known_form(alias)].removeprefix("nothing to set: ")
+        sentence = OTHER_WAYS[form].removeprefix("nothing to set: ")
         layer.notes[shown] = f"{shortened(f'{alias}={value}')} needs no setting here: {sentence}"
     for number, (name, value) in enumerate((settings or {}).items()):
         if name == "sharding" and name in layer.notes and "hybrid" in (value, layer.values[name][0]):

@@ -186,7 +186,7 @@ def read_config_file(path: Path) -> Layer:
             elif (name not in Config.model_fields or section and is_section_of_ours
                   or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                if value is not None and not accept(layer, section + key, value, where):
+                if not accept(layer, section + key, value, where) and value is not None:
                     layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
             elif value is None and line and name not in OPTIONAL:
                 continue  # `lora_target_modules:` in YAML

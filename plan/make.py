@@ -155,7 +155,8 @@ def take_explicit(draft: Draft) -> None:
     draft.notes += notes_on_names(layers, given)
 
     # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
-    if validate(given)[0].epochs is None:
+    length, invalid = validate(given)
+    if length.epochs is None and "epochs" not in invalid:
         given.pop("epochs", None)
     elif "max_steps" in given and at["max_steps"] != at["epochs"]:
         lower, higher = sorted(LENGTH, key=at.__getitem__)

@@ -144,7 +144,7 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ({**GOOD, "label": 5}, "'label' must be 0 to 3 (or in the whole file 1 to 4), or A to D, got 5"),
     ({**GOOD, "label": "E"}, "or A to D, got 'E'"), ({**GOOD, "label": ""}, "has no label; use the validation split"),
     ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label"),
-    ({**GOOD, "label": True}, "'label' must be 0 to 3"), ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
+    ({**GOOD, "label": True}, "'label' must be 0 to 3"), ({**GOOD, "label": 1.5}, "'label' must be 0 to 3"),
     ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"), ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
     ({**GOOD, "ctx": None}, "'ctx' is null, expected text"), ({**GOOD, "activity_label": None}, "'activity_label' is null, expected text"),
     *(({**GOOD, **change, "EVAL_TASKS": 1}, word) for change, word in (

@@ -295,6 +295,7 @@ def test_two_kinds_of_files_are_refused(foreign):
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f2", "<f4", "<f8", "<u1"])
 def test_ids_that_are_not_uint16_are_refused_with_a_way_that_works(tmp_path, dtype, vocabulary, has_header, monkeypatch):
     ids = np.random.default_rng(1).integers(0, {">u2": 50_000, "<u1": 65, "<f2": 2000}.get(dtype, vocabulary), 3000)
+    ids[:800] = 0  # left padding
     body = ids.astype(dtype).tobytes()
     (tmp_path / "train.bin").write_bytes(shard_reader.header_bytes(len(body) // 2, "uint16") * has_header + body)
     with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:

@@ -152,6 +152,14 @@ def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, s
     assert [*rows_of(path, start=sources.Position(record=3))[0]] == found[3:]
 
 
+@pytest.mark.parametrize("name, text, record", [
+    ("x.tsv", "a\tb, c, d\n1\t2\n", {"a": "1", "b, c, d": "2"}), ("x.tsv.gz", "a\tb, c, d\n1\t2\n", {"a": "1", "b, c, d": "2"}),
+    ("x.csv", '"a";"b, c, d"\n1;2\n', {"a": "1", "b, c, d": "2"}), ("x.csv", "a,b; c\n1,2\n", {"a": "1", "b; c": "2"})])
+def test_signs_in_the_names_of_columns_do_not_separate_them(tmp_path, name, text, record):
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    assert [each for _, each in rows_of(tmp_path / name)[0]] == [record]
+
+
 def test_all_writings_of_a_text_are_held_out_together():
     """Case as Unicode folds it, ligatures, accents in two forms, any white space, and what nobody sees."""
     assert {*map(sources.identity_of, ["\ufeffa zebra", "a\u200b ze\u00adbra", "a zebra\ufe0f", "a\r\nzebra\u200e"])} == {"a zebra"}

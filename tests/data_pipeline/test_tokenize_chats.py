@@ -212,6 +212,10 @@ def test_an_answer_that_the_vocabulary_cannot_write_is_a_bad_record(tmp_path, fo
         prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0)
     made = prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0, on_bad_record="skip")
     assert files_of(made)[MANIFEST]["skipped"]["lost"] == {"\u00e4": 1} and len(examples_of(made, "train")) == 1
+    thoughts = {"messages": [*chat("Was?"), {"role": "assistant", "content": "Er sagt.", "reasoning_content": "s\u00e4gt er?"}]}
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("m.content", "(m.reasoning_content or '') ~ m.content"))
+    with pytest.raises(DataError, match="x.jsonl:1: its answer has '\u00e4'"):
+        prepare("chats", write_jsonl(tmp_path / "x.jsonl", [thoughts]), str(folder), tmp_path / "out", validation_fraction=0)
 
 
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):

@@ -288,6 +288,13 @@ def test_of_the_two_lengths_the_one_in_the_higher_layer_counts(run, env, flags, 
     assert any(" replaces " in note for note in loaded.notes) == ("none" not in env)
 
 
+@pytest.mark.parametrize("epochs", ["-1", "0", "many"])
+@pytest.mark.parametrize("steps", ["", "MAX_STEPS=9\n"])
+def test_a_length_that_is_none_is_an_error_and_not_the_default(epochs, steps):
+    error = refused(*SFT, "--pretrain-checkpoint", "base", "--epochs", epochs, env=steps, error=SettingsError)
+    assert error.startswith(f"command line: EPOCHS={epochs}: ")
+
+
 def test_both_lengths_in_a_layer_are_an_error():
     error = refused("--run-name", "tuned", env="MAX_STEPS=9\nEPOCHS=2\n", error=SettingsError)
     assert error == "EPOCHS=2 and MAX_STEPS=9 are both set; keep one"
