@@ -286,8 +286,15 @@ def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
 def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     """Write all shards into `folder`, continuing from its journal; return the manifest's counts."""
     kind, options, skip_bad = plan.kind, plan.options, plan.options.on_bad_record == "skip"
-    journal = read_own_json(folder / JOURNAL)
-    journal = journal if journal.get("rules") == RULES else {"chunks": 0, "splits": {}}
+    begun, journal = read_own_json(folder / JOURNAL), {"chunks": 0, "splits": {}}
+    if begun.get("rules") == RULES:
+        journal = begun
+    elif begun and folder.name == plan.key:  # by PREPARE_AHEAD: a run may have read its shards
+        raise DataError(f"{folder}: an earlier version, which held out other items, began this preparation; "
+                        "finish it with that version, and then resume its runs with this one, or delete the "
+                        "folder, and start runs with another RUN_NAME")
+    elif begun:
+        show("Starting from the beginning: an earlier version, which held out other items, began it")
     if not journal["chunks"] and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)

@@ -191,7 +191,7 @@ def test_a_small_set_without_a_text_in_the_common_share_says_what_it_holds_out(t
     assert "so others are held out here; they train on what this one holds out" in "\n".join(describe(folder))
 
 
-def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not_continued(tmp_path, tokenizer_path, monkeypatch):
+def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not_continued(tmp_path, tokenizer_path, monkeypatch, capfd):
     source, options = write_texts(tmp_path / "x.jsonl", stories(300)), {"journal_seconds": 0.0}
     new = prepare(source, tokenizer_path, tmp_path / "new", **options)
 
@@ -202,20 +202,27 @@ def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not
         return DOCUMENTS.tokenize(spec, [document._replace(split=split_of(document.text, 0.1)) for document in documents])
 
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
-    for name, fail in (("old", False), ("stopped", True)):
+    for name, fail in (("old", False), ("stopped", True), ("ahead", True)):
         tokenized = []
         with monkeypatch.context() as patch:
             patch.setattr(preparation, "RULES", 1)
             tokenize_by(patch, partial(earlier, fail=fail))
             with pytest.raises(DataError, match="planted") if fail else contextlib.nullcontext():
-                old = prepare(source, tokenizer_path, tmp_path / name, **options)
+                old = prepare(source, tokenizer_path, tmp_path / name, ahead=name == "ahead", **options)
     manifest = read_manifest(old)
     del manifest["rules"]
     (old / MANIFEST).write_text(json.dumps(manifest))
     before = shards_of(old)
     assert prepare(source, tokenizer_path, tmp_path / "old", **options) == old and shards_of(old) == before != shards_of(new)
     assert "Split: the one of the earlier version that prepared this set" in "\n".join(describe(old))
+    begun = {path: path.read_bytes() for path in (tmp_path / "ahead").rglob("*.bin")}
+    for ahead in (True, False):  # a run may have read its shards, so they stay
+        with pytest.raises(DataError, match=f"ahead/{old.name}: an earlier version, .*, began this preparation; finish it with that version"):
+            prepare(source, tokenizer_path, tmp_path / "ahead", ahead=ahead, **options)
+    assert begun and begun == {path: path.read_bytes() for path in (tmp_path / "ahead").rglob("*.bin")}
+    assert "began it" not in capfd.readouterr().out
     resumed = prepare(source, tokenizer_path, tmp_path / "stopped", **options)
+    assert "Starting from the beginning: an earlier version, which held out other items, began it\n" in capfd.readouterr().out
     assert shards_of(resumed) == shards_of(new) and resumed.name == new.name == old.name
 
 
