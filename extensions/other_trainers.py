@@ -43,6 +43,7 @@ COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for a
 DATA, VALIDATION = _TABLES["data"].split(), _TABLES["validation_data"].split()
 OTHER_WAYS |= dict.fromkeys(VALIDATION, "VALIDATION_DATA_PATH names the validation data of the stage")
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
+LENGTHS = {"max_steps", "epochs"}
 UNLIMITED = _TABLES["unlimited_if_null"].split()  # null is no limit there, and 0 none here
 SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
@@ -234,9 +235,16 @@ def compute(layers: Sequence) -> None:
         imply_defaults(layer, layers)
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
-    for layer in theirs:
-        for name in [name for name, (value, _) in layer.values.items() if isinstance(value, tuple)]:
-            compute_setting(layer, name, given)
+    at = {name: number for number, layer in enumerate(layers) for name in layer.values}
+    if LENGTHS <= given.keys():  # the one in the higher layer counts
+        del given[min(LENGTHS, key=at.__getitem__)]
+    for number, layer in enumerate(layers):
+        for name, (value, where) in [*layer.values.items()]:
+            if isinstance(value, tuple) and at[name] > number and name in Config.model_fields:  # replaced
+                layer.values[name] = (value[1], where)
+                layer.notes[name] = f"{value[0]} is our {name.upper()}: {shortened(value[1])}"
+            elif isinstance(value, tuple):
+                compute_setting(layer, name, given)
 
 
 def take_names(layer) -> None:
@@ -335,7 +343,7 @@ def imply_defaults(layer, layers: Sequence) -> None:
     where, applied, others = next(iter(layer.named.values()))[1], [], []
     for name in dict.fromkeys(name for each in defaults for name in each):
         values = [*dict.fromkeys(each.get(name, "") for each in defaults)]
-        if name in given or name in ("max_steps", "epochs") and {"max_steps", "epochs"} & given.keys():
+        if name in given or name in LENGTHS and LENGTHS & given.keys():
             continue
         may_be_set = len(values) == 1 and (is_whole or has_schedule and name in SCHEDULE)
         if settings := resolved(name, values[0], given) if may_be_set else {}:
