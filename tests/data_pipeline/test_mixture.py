@@ -1,6 +1,7 @@
 """Mixtures: which row is where, what a batch holds, and the sets that --mix prepares."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
+from data_pipeline import mixture
 from data_pipeline.mixture import Mixture, Phase, read_mix, read_mixture, weight_units
 from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
@@ -137,6 +139,16 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
         [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
     assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
+
+
+def test_the_shares_of_the_table_are_those_of_the_run(monkeypatch):
+    monkeypatch.setattr(mixture, "read_manifest", lambda folder: SimpleNamespace(splits={"train": SimpleNamespace(documents=3, tokens=9000)}))
+    mixed = Mixture.model_validate({"sources": [{"label": label, "set": label} for label in "ab"], "phases": [
+        {"until": 0.25, "weights": {"a": 3, "b": 1}}, {"weights": {"a": 2, "b": 2}}]})
+    table = mixture.source_table(mixed)
+    assert [(row["weights"], row["share"]) for row in table] == [([0.75, 0.5], 0.5625), ([0.25, 0.5], 0.4375)]
+    lines = mixture.describe_sources(mixed, table)
+    assert [line.split()[-1] for line in lines[1:]] == ["16,000", "20,571"], "tokens of the run until a pass over 9,000"
 
 
 @pytest.fixture(scope="module")

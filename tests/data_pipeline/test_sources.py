@@ -13,6 +13,7 @@ import subprocess
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 
 import fsspec
 import huggingface_hub
@@ -56,6 +57,18 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
                 sources._rows_at_once(file, raw)
         else:
             assert 200 < sources._rows_at_once(file, raw) < 300
+
+
+@pytest.mark.parametrize("packed, unpacked, rows", [
+    (10_000, 1_000_000, 1000), (10_000, 1_000_001, 268), (1, 2**28 // 1000, 1000), (1, 2**28 // 999, 999), (1, 2**28, 1), (1, 2**29, 1), (1, 2**30, 1)])
+def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows_fill_a_quarter_of_a_gigabyte(monkeypatch, packed, unpacked, rows):
+    column = SimpleNamespace(total_uncompressed_size=unpacked, total_compressed_size=packed)
+    table = SimpleNamespace(num_row_groups=1, num_columns=1, row_group=lambda group: SimpleNamespace(column=lambda number: column))
+    monkeypatch.setattr("pyarrow.parquet.read_metadata", lambda raw: table)
+    assert sources._rows_at_once(SimpleNamespace(url="x.parquet"), None) == rows
+    column.total_uncompressed_size = 2**30 + 1
+    with pytest.raises(DataError, match="x.parquet: a column unpacks into 1,073,741,825 bytes"):
+        sources._rows_at_once(SimpleNamespace(url="x.parquet"), None)
 
 
 def parquet_of(table):
