@@ -48,6 +48,11 @@ def test_without_a_key_in_the_share_as_many_are_held_out_as_come_nearest(size, r
     assert plan(items(*((key, 1) for key in chosen)), requested).fraction == sum(ordered[rank - 1:rank + 1]) / 2
 
 
+def test_of_few_documents_the_ends_are_held_out_and_of_a_part_of_many_what_the_share_gives():
+    assert [plan(items(*((key, 1) for key in keys(size))), None, kind="").fraction is None for size in (19, 20)] == [True, False]
+    assert [plan(items(*((key, 1) for key in keys(size))), 0.05, kind="").fraction == 0.05 for size in (399, 400)] == [False, True]
+
+
 @pytest.mark.parametrize("kind, requested, read", [("chats", None, 10_000), ("chats", 0.5, 10_000), ("", None, 4000), ("", 0.01, 2000), ("", 0.5, 40)])
 def test_so_many_items_are_read_ahead(kind, requested, read):
     source = iter(items(*((f"key {number}", 1) for number in range(read + 1))))
