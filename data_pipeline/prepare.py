@@ -283,18 +283,24 @@ def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
     return identities
 
 
-def write_shards(plan: PreparationPlan, folder: Path) -> dict:
-    """Write all shards into `folder`, continuing from its journal; return the manifest's counts."""
-    kind, options, skip_bad = plan.kind, plan.options, plan.options.on_bad_record == "skip"
-    begun, journal = read_own_json(folder / JOURNAL), {"chunks": 0, "splits": {}}
-    if begun.get("rules") == RULES:
-        journal = begun
-    elif begun and folder.name == plan.key:  # by PREPARE_AHEAD: a run may have read its shards
+def read_journal(plan: PreparationPlan, folder: Path) -> dict:
+    """Return the journal of a preparation that this version began, or an empty one."""
+    journal = read_own_json(folder / JOURNAL)
+    if journal.get("rules") == RULES:
+        return journal
+    if journal and folder.name == plan.key:  # by PREPARE_AHEAD: a run may have read its shards
         raise DataError(f"{folder}: an earlier version, which held out other items, began this preparation; "
                         "finish it with that version, and then resume its runs with this one, or delete the "
                         "folder, and start runs with another RUN_NAME")
-    elif begun:
+    if journal:
         show("Starting from the beginning: an earlier version, which held out other items, began it")
+    return {"chunks": 0, "splits": {}}
+
+
+def write_shards(plan: PreparationPlan, folder: Path) -> dict:
+    """Write all shards into `folder`, continuing from its journal; return the manifest's counts."""
+    kind, options, skip_bad = plan.kind, plan.options, plan.options.on_bad_record == "skip"
+    journal = read_journal(plan, folder)
     if not journal["chunks"] and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
