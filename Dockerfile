@@ -7,7 +7,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ git && rm -
 SHELL ["/bin/bash", "-c"]
 WORKDIR /paddock
 COPY requirements*.txt ./
-COPY scripts/setup.sh scripts/
+COPY scripts/setup.sh scripts/environment.py scripts/
+COPY common/ common/
 RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt requirements-extras.txt
 ENV VIRTUAL_ENV=/paddock/.venv PATH=/paddock/.venv/bin:$PATH
 # --user may name a user that the image does not have; torch and wandb want a name and a home.

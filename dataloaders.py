@@ -594,7 +594,7 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
         path = Path(source.set)
-        stream = shards.read_manifest(path).splits.get(split)
+        stream = shards.read_data_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
         if not is_training and (tokens < shortest_row or not weight):
             sources.append(None)

@@ -187,7 +187,7 @@ def why_not_compile(config: Config, device_type: str) -> Optional[str]:
         reason = "it is not used on mps, where torch calls it a prototype"
     elif device_type == "cuda" and not (sys.modules.get("triton") or find_spec("triton")):
         reason = "triton is not installed"
-    elif device_type == "cpu" and " " in folder:  # torch does not quote it for the compiler
+    elif device_type == "cpu" and " " in folder and torch.__version__ < (2, 15):  # which does not quote it
         reason = (f"the C++ compiler cannot read {folder}, because its path has a space (move the "
                   "environment)")
     elif not any(compiler and shutil.which(compiler) for compiler in compilers):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from common.errors import DataError, SettingsError, unreadable
 from common.files import json_sha256, read_json, write_json
 from common.text import aligned, without_passwords
-from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_as, read_manifest
+from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_as, read_data_manifest
 from data_pipeline.sources import Source
 
 LABEL_COLUMNS = 32
@@ -167,7 +167,7 @@ def source_table(mixture: Mixture) -> list[dict[str, Any]]:
     totals = [sum(weights) for weights in mixture.weights]
     table = []
     for number, source in enumerate(mixture.sources):
-        train = read_manifest(Path(source.set)).splits["train"]
+        train = read_data_manifest(Path(source.set)).splits["train"]
         weights = [weights[number] / total for weights, total in zip(mixture.weights, totals)]
         share = sum(length * weight for length, weight in zip(lengths, weights))
         table.append({"source": source.label, "set": source.set, "documents": train.documents,

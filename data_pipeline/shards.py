@@ -211,7 +211,7 @@ class Manifest(BaseModel, strict=True):
     splits: dict[str, Split]
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_data_manifest(folder: Path) -> Manifest:
     return read_as(Manifest, folder / MANIFEST, "copy or prepare the data again")
 
 
@@ -374,7 +374,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     """
     path, segments = Path(path), None
     if folder := prepared_folder(path):
-        manifest = read_manifest(folder)
+        manifest = read_data_manifest(folder)
         check_manifest(folder, manifest, tokenizer, kind)
         document_start_id, shards = manifest.document_start_id, prepared_shards(folder, manifest, split)
         fingerprint = _fingerprint(shards)
@@ -408,7 +408,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
 def split_to_validate(path: Path) -> str:
     """Return the split of someone's validation data to read: what it holds out, or else all, its "train"."""
     if folder := prepared_folder(path):
-        stream = read_manifest(folder).splits.get("validation")
+        stream = read_data_manifest(folder).splits.get("validation")
         return "validation" if stream and stream.shards else "train"
     stems = [file.stem.lower() for file in (path.iterdir() if path.is_dir() else [path])]
     words = {word for stem in stems for word in re.split(r"[^a-z]+", stem)}

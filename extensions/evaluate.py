@@ -26,7 +26,7 @@ from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
-from data_pipeline.shards import prepared_folder, read_manifest
+from data_pipeline.shards import prepared_folder, read_data_manifest
 from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
@@ -321,7 +321,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     if data is not None:
         first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
         prepared = prepared_folder(Path(first_set))
-        stage = STAGE_OF_KIND[read_manifest(prepared).kind] if prepared else "pretrain"
+        stage = STAGE_OF_KIND[read_data_manifest(prepared).kind] if prepared else "pretrain"
         saved_stage = saved.get("TRAINING_STAGE")
         if stage == "dpo" != saved_stage:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "

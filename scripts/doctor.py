@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,8 @@ from parallel.process import cores, why_no_kernels  # noqa: E402
 from scripts.environment import damaged, not_importable  # noqa: E402
 
 OK, LIMITS, FAIL = "ok", "-", "FAIL"
-SET_UP = "run: bash scripts/setup.sh"
+IS_CLONE = (ROOT / "scripts/setup.sh").exists()
+SET_UP = "run: bash scripts/setup.sh" if IS_CLONE else "install Paddock again"
 LEAST_FREE, ENOUGH_FREE = 2 * 2**30, 20 * 2**30  # bytes of the disk
 LEAST_SHARED = 2**30  # bytes of /dev/shm, which NCCL uses between the GPUs of a machine
 SECONDS = 120  # time limit for PROBE: importing torch from a cold disk is slow
@@ -84,7 +86,8 @@ def has_driver() -> bool:
 def check_python() -> Finding:
     text = f"{platform.python_version()}, {sys.executable}"
     if sys.prefix == sys.base_prefix and not os.environ.get("CONDA_PREFIX"):
-        return Finding(LIMITS, "Python", f"{text} is not in an environment; to create .venv, {SET_UP}")
+        advice = f"; to create .venv, {SET_UP}" * IS_CLONE
+        return Finding(LIMITS, "Python", f"{text} is not in an environment{advice}")
     return Finding(OK, "Python", text)
 
 
@@ -104,9 +107,10 @@ def check_packages() -> Iterator[Finding]:
                       f"{', '.join(broken)}; {SET_UP}")
     if not missing + untested + broken:
         yield Finding(OK, "packages", f"all {len(needed)} packages in requirements.txt are installed")
+    extras = "requirements-extras.txt" if IS_CLONE else str(ROOT / "requirements-extras.txt")
     if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
         yield Finding(LIMITS, "extras", f"not installed: {', '.join(absent)}; for serving, plots, "
-                      "TensorBoard and text metrics, run: pip install -r requirements-extras.txt")
+                      f"TensorBoard and text metrics, run: pip install -r {quote(extras)}")
 
 
 def check_imports() -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from factories import new_model
+from torch.torch_version import TorchVersion
 
 import model
 import model_utils
@@ -72,9 +73,12 @@ def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(expected, 
 
 def test_an_environment_whose_path_has_a_space_trains_without_the_compiler(monkeypatch):
     monkeypatch.setattr(model_utils.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
     assert model_utils.why_not_compile(Config(), "cpu") is None or " " in torch.__file__
     monkeypatch.setattr(torch, "__file__", "/my clone/.venv/torch/__init__.py")
     assert "/my clone/.venv/torch, because its path has a space" in model_utils.why_not_compile(Config(), "cpu")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0+cpu"))  # quotes it
+    assert model_utils.why_not_compile(Config(), "cpu") is None
 
 
 def compiler_that(raises: Exception | None = None, adds: float = 0.0):

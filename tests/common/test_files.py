@@ -11,7 +11,7 @@ from checkpoint.tensors import open_tensors
 from common.errors import PaddockError
 from common.files import plain, read_text
 from data_pipeline.mixture import read_mix
-from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
+from data_pipeline.shards import TokenizerInfo, open_token_set, read_data_manifest
 from extensions.inference.text import read_prompts
 from hellaswag_utils import read_items
 from plan.layers import read_config_file, read_env_file
@@ -33,7 +33,7 @@ READERS = {
     "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_config_file),
     "config.json": model_json.read_model_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
     "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "mix.json": read_mix,
-    "manifest.json": lambda path: read_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),
+    "manifest.json": lambda path: read_data_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),
     "trainer_state.json": lambda path: store.read_state(path.parent)}
 
 

@@ -259,6 +259,19 @@ def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     assert clone.calls()[-1][3] == str(clone.root / ".venv")
 
 
+def test_the_image_is_set_up_with_what_the_dockerfile_has_copied_by_then(clone):
+    image = clone.elsewhere / "image"
+    first, *_ = (ROOT / "Dockerfile").read_text(encoding="utf-8").split("set_up")
+    for words in re.findall(r"^COPY (.*)$", first, re.MULTILINE):
+        *names, target = words.split()
+        (image / target).mkdir(parents=True, exist_ok=True)
+        for path in (path for name in names for path in ROOT.glob(name)):
+            shutil.copytree(path, image / target, dirs_exist_ok=True) if path.is_dir() else shutil.copy(path, image / target)
+    done = subprocess.run(["bash", "-c", ". scripts/setup.sh && set_up requirements.txt"], cwd=image, text=True, capture_output=True,
+                          env={"PATH": f"{clone.elsewhere / 'bin'}:/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")})
+    assert done.returncode == 0 and clone.calls("pip"), done.stdout + done.stderr
+
+
 def test_the_older_scripts_start_the_same(clone):
     clone.with_environment()
     run = {"cwd": clone.elsewhere, "env": {"PATH": "/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")}, "check": True, "text": True}

@@ -16,7 +16,7 @@ from factories import argv_of, model_without_weights, write_jsonl
 
 from common.errors import PaddockError
 from config import MODEL_SETTINGS
-from data_pipeline.shards import read_manifest
+from data_pipeline.shards import read_data_manifest
 from data_preparation_utils import prepare_from_flags
 from extensions.preparation import is_source
 from plan.make import make_plan
@@ -90,13 +90,13 @@ def test_a_validation_set_is_prepared_as_a_whole_and_then_nothing_else_is_held_o
     Path(".env").write_text(Path(".env").read_text().replace("VALIDATION_FRACTION=0.1\n", ""))
     command = project.command("--pretrain-data-path", "corpus", alias, "own.jsonl")
     config = make_plan(command[5:]).config
-    train, own = (read_manifest(Path(path)).splits for path in (config.pretrain_data_path, config.validation_data_path))
+    train, own = (read_data_manifest(Path(path)).splits for path in (config.pretrain_data_path, config.validation_data_path))
     assert not own["validation"].documents and not train["validation"].documents and own["train"].documents == 60
-    assert train["train"].documents == sum(split.documents for split in read_manifest(prepared.shards).splits.values())
+    assert train["train"].documents == sum(split.documents for split in read_data_manifest(prepared.shards).splits.values())
     assert f"VALIDATION_DATA_PATH={config.validation_data_path}" in capsys.readouterr().out
     # A share that is set is held out of the training data all the same, and prepared sets stay as they are.
     explicit = make_plan(project.command("--pretrain-data-path", "corpus", alias, str(config.validation_data_path), "--validation-fraction", "0.2")[5:]).config
-    assert read_manifest(Path(explicit.pretrain_data_path)).splits["validation"].documents
+    assert read_data_manifest(Path(explicit.pretrain_data_path)).splits["validation"].documents
     assert explicit.validation_data_path == config.validation_data_path
 
 

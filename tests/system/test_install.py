@@ -95,6 +95,7 @@ def test_an_installed_paddock_trains_in_an_empty_folder(tmp_path):
 
     assert paddock("--help").startswith("usage: paddock COMMAND") and paddock("--version") == f"Paddock {__version__}\n"
     assert "usage: paddock generate" in paddock("generate", "--help")
+    assert "setup.sh" not in paddock("doctor"), "which only a clone has"
     paddock("check", "--preset", "llama3-8b", "--device-memory", "80", "--world-size", "8")
     paddock("demo", "--max-steps", "2", "--run-name", "first")
     assert (empty / "runs/first/metrics.jsonl").is_file() and (empty / "data/sample/pretrain").is_dir()
