@@ -22,6 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsspec.utils import glob_translate
@@ -214,15 +215,11 @@ class Reading:
 Records = Iterator[tuple[str, Any]]
 
 
-def is_local(fs: Any) -> bool:
-    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a source, at the time of listing."""
 
-    fs: Any
+    fs: Any  # of fsspec; None = this machine's
     name: str
     size: int
     format: str
@@ -230,7 +227,7 @@ class StoredFile:
 
     @property
     def is_local(self) -> bool:
-        return is_local(self.fs)
+        return self.fs is None
 
     @property
     def url(self) -> str:
@@ -326,12 +323,12 @@ def list_files(source: Source) -> list[StoredFile]:
     """
     path, unread = source.path, defaultdict(list)
     with reading_errors(path):
-        fs, root, names = remote.retry(path, lambda: _find_names(path, unread))
+        fs, root, names = _find_names(path, unread)
         if not names:
             found = f"no file to read, only {_counts_of(unread, root)}" if unread else (
                 "the folder is empty" if root else "no such file or folder, or nothing matches")
             raise DataError(f"{path}: {found}; check the path")
-        splits, has_configs = remote.retry(path, lambda: _find_splits(fs, root, names, source))
+        splits, has_configs = _find_splits(fs, root, names, source) if root else ({ALL: names}, False)
         chosen, of_split = [*chain(*splits.values())], ""
         if ALL not in splits and source.split != "":
             split = source.split or "train"
@@ -345,13 +342,14 @@ def list_files(source: Source) -> list[StoredFile]:
         for name in (name for name in chosen if format_of(name)[0] and name not in twins):
             if flaw_of(name):  # JSON files could not contain it
                 raise DataError(f"{name}: the file's name is not UTF-8; rename it")
-            if is_local(fs) and not os.path.exists(name):
+            if fs is None and not os.path.exists(name):
                 raise DataError(f"{name}: is a link to {os.readlink(name)}, which does not exist; restore "
                                 "the file, or remove the link")
-            if is_local(fs) and not os.path.isfile(name):  # a pipe would block
+            if fs is None and not os.path.isfile(name):  # a pipe would block
                 raise DataError(f"{name}: is not a plain file; give another")
-            files.append(StoredFile(fs, name, fs.size(name) or 0, *format_of(name)))
-            if is_local(fs) and not files[-1].size:
+            size = os.path.getsize(name) if fs is None else fs.size(name) or 0
+            files.append(StoredFile(fs, name, size, *format_of(name)))
+            if fs is None and not size:
                 unread["empty"].append(name)
         if not files:
             raise DataError(f"{path}: no file of a supported format; use {READABLE}")
@@ -361,7 +359,7 @@ def list_files(source: Source) -> list[StoredFile]:
         if os.path.basename(name) not in (*SAVED_FILES, "dataset_info.json"):
             reason = others.get(name, "in no split") if format_of(name)[0] else "of other formats"
             unread[reason].append(name)
-    if missing := _missing(names if root else ()):
+    if root and (missing := _missing(names)):
         unread["missing"] = missing
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
@@ -445,9 +443,13 @@ def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
 
 def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
     """Return the file system, the root if the path is a folder, and the names of the files."""
+    if name := remote_data.local_name(path):
+        return None, name if os.path.isdir(name) else "", local_files(name, unread)
+    return remote.retry(path, lambda: _find_remote_names(path, unread))
+
+
+def _find_remote_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
     fs, root = remote_data.file_system(path)
-    if is_local(fs):
-        return fs, root if os.path.isdir(root) else "", local_files(root, unread)
     try:
         file_type = fs.info(root)["type"]
     except FileNotFoundError as error:  # fsspec also raises it if a server does not respond
@@ -472,8 +474,6 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
     The splits are those of `datasets`: of a folder that it saved, else by the configs in README.md or by the
     names of the files.
     """
-    if not root:
-        return {ALL: names}, False
     with requires_package("datasets", f"{root}, a folder,"):
         import datasets
         from datasets import data_files as finder
@@ -484,7 +484,7 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
         if saved.isdisjoint(f"{root}/{name}" for name in SAVED_FILES):
             raise DataError(f"{root} has folders saved by `datasets`; use one, such as "
                             f"{os.path.dirname(min(saved))}")
-        if not is_local(fs):
+        if fs is not None:
             raise DataError(f"{root} was saved by `datasets`; copy it to a local folder")
         loaded = datasets.load_from_disk(root)
         loaded = loaded if isinstance(loaded, dict) else {ALL: loaded}
@@ -495,7 +495,8 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
     card, params, configs = f"{root}/{DATASET_CARD}", {}, {}
     if card in names:
         with reading_errors(card):
-            content = fs.cat_file(card).decode("utf-8-sig")
+            content = Path(card).read_bytes() if fs is None else remote.retry(card, lambda: fs.cat_file(card))
+            content = content.decode("utf-8-sig")
             if content.startswith("---"):
                 configs = MetadataConfigs.from_dataset_card_data(DatasetCard(content).data)
                 chosen = source.config or configs and configs.get_default_config_name()
