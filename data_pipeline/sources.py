@@ -569,7 +569,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            way = advice_on_encoding(file.url, valid + line)
+            way = advice_on_encoding(valid + line)
             reading.advice = f"{advice}; {way}" if way else advice
             reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
             continue
@@ -630,7 +630,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                 bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
                 if 2 * len(bad) > len(first):
                     sample = b"".join(bad)
-                    way = "" if b"\0" in sample else advice_on_encoding(file.url, sample)
+                    way = "" if b"\0" in sample else advice_on_encoding(sample)
                     raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} "
                                     "lines have NULs or bytes that are not UTF-8; remove the "
                                     f"file{way and f', or {way}'}")
@@ -674,7 +674,7 @@ def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Reco
                     continue
                 reading.position = Position(start.file, number)
                 if bad := next(filter(UNDECODED.search, values), None):
-                    way = advice_on_encoding(file.url, bad.encode("utf-8", "surrogateescape"))
+                    way = advice_on_encoding(bad.encode("utf-8", "surrogateescape"))
                     reading.advice = f"{advice}; {way}" if way else advice
                     reading.refuse(where, "has bytes that are not UTF-8")
                 elif len(values) != len(columns):
@@ -710,7 +710,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                         "as JSON lines")
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     text = content.decode("utf-8-sig", "surrogateescape")
-    if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
+    if UNDECODED.search(text) and (way := advice_on_encoding(content)):
         reading.advice = f"{reading.advice}; {way}"
     line, at, number, fault = 1, 0, 0, "expected , or ]"
     decoder = json.JSONDecoder(object_pairs_hook=unique)
