@@ -32,7 +32,7 @@ EXPECTATIONS = {
     "float_parsing": "expected a number", "bool_parsing": "expected true or false",
     "literal_error": "expected {expected}", "greater_than": "must be greater than {gt:,.16g}",
     "greater_than_equal": "must be at least {ge:,.16g}", "less_than": "must be less than {lt:,.16g}",
-    "less_than_equal": "must be at most {le:,.16g}"}
+    "less_than_equal": "must be at most {le:,.16g}", "string_too_short": "must not be empty"}
 
 
 def forms(name: str) -> list[str]:
