@@ -923,6 +923,16 @@ def read_records(source: Source, reading: Reading) -> Records:
         yield from records
 
 
+def read_file(path: str, reading: Reading) -> Records:
+    """Yield all records of a local file as (where, record)."""
+    format, compression = format_of(path)
+    if format is None:
+        raise DataError(f"{path}: no file of a supported format; use {READABLE}")
+    file = StoredFile(None, os.path.abspath(path), os.path.getsize(path), format, compression)
+    yield from (_read_table if format in TABLES else _read_file)(file, [], reading)
+    reading.settle()
+
+
 def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
     """Yield (format, records) for each file of a source, or once for a hub dataset."""
     renamed = source.renamed

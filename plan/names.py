@@ -70,7 +70,7 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
-    no_setting = "there is no such setting (see --help, or docs/coming-from.md for names of other trainers)"
+    no_setting = "there is no such setting (see --help; docs/coming-from.md has the names of other trainers)"
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 
