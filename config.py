@@ -735,7 +735,7 @@ def input_rules(c: Config) -> Iterator[str]:
     if c.lora_enabled or c.training_stage != "pretrain" and not may_be_random:
         feature = "LORA_ENABLED=true" if c.lora_enabled else f"TRAINING_STAGE={c.training_stage}"
         random = ", or RANDOM_INIT=true to train random weights" * (feature == "TRAINING_STAGE=sft")
-        yield (f"{feature} needs a start checkpoint, but the settings name none. Set {c.usual_start.upper()} "
+        yield (f"{feature} needs a start checkpoint, but the settings name none; set {c.usual_start.upper()} "
                f"to the model to fine-tune{random}")
 
 
