@@ -30,7 +30,7 @@ class RunConfig(Section):
                        separator=",")
     training_stage: Literal["pretrain", "sft", "dpo", "grpo"] = fixed(
         "pretrain", "kind of data: text, chats for sft, preference pairs for dpo, prompts for grpo")
-    output_dir: str = safe("runs", "folder that holds all runs")
+    output_dir: str = safe("runs", "folder that holds all runs", min_length=1)
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
     pretrain_checkpoint: Optional[str] = by_content(
@@ -702,8 +702,6 @@ def path_rules(c: Config) -> Iterator[str]:
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{setting}{value} contains a variable or a command, which is not expanded here; "
                    "write its value (.env expands ${NAME})")
-    if not c.output_dir:
-        yield "OUTPUT_DIR is empty; set it to a folder, or remove it (default: runs)"
     name = c.run_name or "run"
     size = len(name.encode())
     if c.run_name == "" or not PLAIN_NAME.fullmatch(name) or size > MAX_NAME_BYTES:
@@ -733,13 +731,12 @@ def input_rules(c: Config) -> Iterator[str]:
                f"or train one with {command('scripts/train_tokenizer.py')}")
     if c.named_checkpoint is not None:
         return
-    if c.lora_enabled:
-        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
-    elif c.training_stage == "sft" and not (c.random_init or c.distillation_enabled):
-        yield ("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none. Set "
-               "PRETRAIN_CHECKPOINT to the model to fine-tune, or RANDOM_INIT=true to train random weights")
-    if c.training_stage in ("dpo", "grpo"):
-        yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
+    may_be_random = c.training_stage == "sft" and (c.random_init or c.distillation_enabled)
+    if c.lora_enabled or c.training_stage != "pretrain" and not may_be_random:
+        feature = "LORA_ENABLED=true" if c.lora_enabled else f"TRAINING_STAGE={c.training_stage}"
+        random = ", or RANDOM_INIT=true to train random weights" * (feature == "TRAINING_STAGE=sft")
+        yield (f"{feature} needs a start checkpoint, but the settings name none; set {c.usual_start.upper()} "
+               f"to the model to fine-tune{random}")
 
 
 def stage_rules(c: Config) -> Iterator[str]:

@@ -12,9 +12,7 @@ HellaSwag asks which of four endings is most likely. Other sets (EVAL_TASKS) hav
 
 acc picks the ending with the highest log-probability, acc_norm the highest per character.
 
-The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
-`ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
-(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending. Names of control tokens are tokens.
+data_pipeline/choices.py reads the items and says how they are worded. Names of control tokens are tokens.
 
 Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """

@@ -9,7 +9,8 @@ file and as hexadecimal text. Other files have one SHA-256.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,6 +21,7 @@ from common.text import command
 MANIFEST = "MANIFEST.json"
 FORMAT = 2
 BLOCKS = 64  # of a tensor
+MOST_THREADS = 8  # that hash a file
 # torch's names of dtypes and those of safetensors, widest first: the order of tensors in a file.
 DTYPES = {"int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "bfloat16": "BF16",
           "float16": "F16", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
@@ -79,59 +81,49 @@ def tree_hash(tensors: Iterable[str]) -> str:
 
 def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
              advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
-    """Describe the fault of a file that a manifest lists; None if it is intact.
+    """Describe the fault of a file that a manifest lists; None if it is intact. Threads hash its tensors.
 
     `advance` is called with the size of each hashed block.
     """
-    return fault_in([examine(folder, name, expected, advance=advance)], folder / name, expected)
-
-
-def fault_in(parts: Sequence[tuple[str, Sequence[str]]], path: Path,
-             expected: Mapping[str, Any]) -> Optional[str]:
-    """Describe the fault of a file from what `examine` returned on each rank; None if it is intact."""
-    for rank, (fault, _) in enumerate(parts):
-        if fault:
-            return f"rank {rank}: {fault}" if rank else fault
-    hashes = ["".join(hashes) for hashes in zip(*(hashes for _, hashes in parts))]
-    tree = expected.get("tree")
-    intact = tree_hash(hashes) == tree if tree else hashes == [expected["sha256"]]
-    return None if intact else f"{path} is damaged: its SHA-256 has changed"
-
-
-def examine(folder: Path, name: str, expected: Mapping[str, Any], part: int = 0, parts: int = 1,
-            advance: Callable[[int], object] = lambda count: None) -> tuple[str, list[str]]:
-    """Return a fault of a file that a manifest lists, or "", and the hashes of one part of it.
-
-    They are joined hashes of the part's blocks of each tensor. A file without a tree has one part.
-    """
-    path = folder / name
+    path, threads = folder / name, min(MOST_THREADS, os.cpu_count() or 1)
     if leads_outside(name, folder):
-        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)", []
-    try:
+        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
+
+    def hashes_of(part: int) -> list[str]:
+        """Return the joined hashes of one part's blocks of each tensor."""
+        hashes, multiple = [], expected["block_multiple"]
         with open(path, "rb", opener=plain) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["size"]:
-                return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}", []
-            if not expected.get("tree"):
-                return "", [sha256(file, advance) if part == 0 else ""]
-            header = file.read(8)
-            header += file.read(min(int.from_bytes(header, "little"), LARGEST_TEXT))
-            if hashlib.sha256(header).hexdigest() != expected["header"]:
-                return f"{path} is damaged: the SHA-256 of its header has changed", []
-            hashes, multiple = [], expected["block_multiple"]
-            for offset, rows, row_bytes in tensors_in(header, size):
-                start, stop = rows_of_part(rows, multiple, part, parts)
+            for offset, rows, row_bytes in tensors:
+                start, stop = rows_of_part(rows, multiple, part, threads)
                 block = block_rows(rows, multiple)
                 file.seek(offset + start * row_bytes)
                 hashes.append("".join(sha256(file, advance, (min(first + block, stop) - first) * row_bytes)
                                       for first in range(start, stop, block)))
-            return "", hashes
+        return hashes
+
+    try:
+        with open(path, "rb", opener=plain) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["size"]:
+                return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}"
+            if not (tree := expected.get("tree")):
+                intact = sha256(file, advance) == expected["sha256"]
+                return None if intact else f"{path} is damaged: its SHA-256 has changed"
+            header = file.read(8)
+            header += file.read(min(int.from_bytes(header, "little"), LARGEST_TEXT))
+        if hashlib.sha256(header).hexdigest() != expected["header"]:
+            return f"{path} is damaged: the SHA-256 of its header has changed"
+        tensors = [*tensors_in(header, size)]
+        with ThreadPoolExecutor(threads) as pool:
+            parts = [*pool.map(hashes_of, range(threads))]
+        intact = tree_hash(map("".join, zip(*parts))) == tree
+        return None if intact else f"{path} is damaged: its SHA-256 has changed"
     except FileNotFoundError:
-        return f"{path} is missing", []
+        return f"{path} is missing"
     except OSError as error:
-        return f"{path} cannot be read: {error}", []
+        return f"{path} cannot be read: {error}"
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        return f"{path} is damaged: its header is not that of a safetensors file", []
+        return f"{path} is damaged: its header is not that of a safetensors file"
 
 
 def tensors_in(header: bytes, size: int) -> Iterator[tuple[int, int, int]]:

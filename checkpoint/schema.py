@@ -7,10 +7,11 @@ import base64
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from io import BytesIO
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # a start that fails needs neither this nor the time of its i
 
 SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
 MAX_LINE_BYTES = 1 << 24  # in a log
-TAIL_BYTES = 256  # compared to detect that a log was replaced
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -223,57 +223,25 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
 
 
-class LogFile:
-    """A log to which another process may append, or which it replaces when it resumes the run.
-
-    A missing file has no lines. A last line without a line end is incomplete.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.offset, self.tail = path, 0, b""
-        self.cut = b""  # an incomplete last line
-        self.invalid = 0  # number of invalid lines so far
-
-    def is_replaced(self) -> bool:
-        """Return whether the file no longer contains what was read from it."""
-        with self._open() as file:
-            file.seek(self.offset - len(self.tail))
-            return file.read(len(self.tail)) != self.tail
-
-    def new_lines(self) -> Iterator[bytes]:
-        """Yield the complete lines since the last call. Raises OSError."""
-        with self._open() as file:
-            file.seek(self.offset)
-            while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
-                self.offset, self.tail = self.offset + len(line), line[-TAIL_BYTES:]
-                yield line
-            self.cut = line
-
-    def _open(self) -> BinaryIO:
-        try:
-            return open(self.path, "rb", opener=plain)
-        except FileNotFoundError:
-            return BytesIO()
-
-    def parse(self, line: bytes) -> Optional[Line]:
-        """Return the entry in a line; if it does not match the schema, count it and return None."""
-        try:
-            return SCHEMAS.get(self.path.name, Line).model_validate_json(line)
-        except ValidationError:
-            self.invalid += 1
-            return None
+def parse_line(line: bytes, file_name: str) -> Optional[Line]:
+    """Return the entry in a line of a log, or None if it does not match the schema."""
+    with suppress(ValidationError):
+        return SCHEMAS.get(file_name, Line).model_validate_json(line)
+    return None
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
-    """Yield each line of a log, raw and parsed; None if it does not match the schema. Raises OSError.
+    """Yield each line of a log, raw and parsed; a missing file has none. Raises OSError.
 
     An incomplete last line is skipped, unless only its line end is missing.
     """
-    log = LogFile(path)
-    for line in log.new_lines():
-        yield line, log.parse(line)
-    if last := log.parse(log.cut):
-        yield log.cut + b"\n", last
+    with suppress(FileNotFoundError), open(path, "rb", opener=plain) as file:
+        for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+            entry = parse_line(line, path.name)
+            if line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                yield line, entry
+            elif entry:
+                yield line + b"\n", entry
 
 
 def segment_files(run_dir: Path) -> list[tuple[int, Path]]:

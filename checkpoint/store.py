@@ -54,7 +54,7 @@ WriteFiles = Callable[[Path], Optional[Mapping[str, dict[str, Any]]]]
 
 
 def warn_on_console(text: str) -> None:
-    """Print a warning when there is no run log."""
+    """Print a warning outside a run, which has a log for them."""
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 
@@ -192,20 +192,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return parse(read_manifest_bytes(folder), Manifest, Path(folder) / MANIFEST)
 
 
-def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True,
-           find_fault: Callable[[Path, str, Mapping], Optional[str]] = fault_of) -> dict[str, Any]:
+def verify(folder: Path, resumes: bool = True) -> dict[str, Any]:
     """Verify size and hash of a checkpoint's listed files, and return its manifest.
 
-    The folder may be a link, but links inside must not lead outside.
-    `resumes` tells from the trainer state whether it will be resumed; else the optimizer's file is skipped.
+    The folder may be a link, but links inside must not lead outside. The optimizer's file is skipped unless a
+    run `resumes`.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    files = manifest["files"]
-    for name in sorted(files, key=lambda name: name == OPTIMIZER):  # after the state
-        if name == OPTIMIZER and not resumes(read_state(folder)):
-            continue
-        if fault := find_fault(folder, name, files[name]):
+    for name, expected in manifest["files"].items():
+        if (resumes or name != OPTIMIZER) and (fault := fault_of(folder, name, expected)):
             raise CheckpointError(f"{fault}; use another checkpoint")
     return manifest
 
@@ -213,7 +209,7 @@ def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda s
 def verify_model(folder: Path) -> None:
     """Verify a checkpoint except for its optimizer; a model without a manifest is not verified."""
     if os.path.exists(folder / MANIFEST):
-        verify(folder, resumes=lambda state: False)
+        verify(folder, resumes=False)
 
 
 def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
@@ -305,8 +301,8 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
                               f"{command('scripts/runs.py')} lists the runs")
     by_path_and_name = list(places(name, run_dir)[2:])
     if len(folders) == 2 and folders == by_path_and_name and not os.path.samefile(*folders):
-        raise CheckpointError(f"{name!r} means both {folders[0].absolute()} and {folders[1]}; use one of "
-                              "these paths")
+        raise CheckpointError(f"{name!r} is ambiguous: there are {folders[0].absolute()} and {folders[1]}; "
+                              "use one of these paths")
 
     # Choose the newest checkpoint of a run or a folder of checkpoints.
     folder = folders[0]
@@ -362,7 +358,7 @@ def note_need(checkpoint: Path, run_dir: Path) -> None:
 
 
 def needed(checkpoints_dir: Path) -> dict[Path, str]:
-    """Return the checkpoints that other runs need, and one such run of each."""
+    """Return the checkpoints that other runs need, each with one of these runs."""
     found = {}
     for note in checkpoints_dir.glob("needed-step-*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import stat
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO, Optional
 
 from common.activity import tick
 from common.errors import CheckpointError, PaddockError
-from common.text import ROOT, is_url, show
+from common.text import ROOT, show
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
 # Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
@@ -33,7 +32,7 @@ BLOCK_BYTES = 1 << 26  # written or synced between ticks
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-PACKERS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+AS_UTF8 = "save it as UTF-8, for example with: iconv -f {} -t UTF-8 OLD > NEW"
 # Longest first: UTF-16's mark is the start of UTF-32's.
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
                     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -77,32 +76,15 @@ def check_start(path: str | Path, start: bytes, is_text: bool = False, by_suffix
     if encoding is None and min(zeros) == 0 and 4 * max(zeros) > max(4, len(start) // 2):
         encoding = "UTF-16BE" if zeros[0] else "UTF-16LE"
     if encoding and is_text:
-        raise WrongContentError(path, f"{encoding} text",
-                                f"save it as UTF-8, or convert {conversion(path, encoding)}")
+        raise WrongContentError(path, f"{encoding} text", AS_UTF8.format(encoding))
 
 
-def conversion(path: str | Path, encoding: str) -> str:
-    """Return the end of "convert ...": the command that converts a file to UTF-8, also a compressed one."""
-    old, raw, new = (shlex.quote(f"{path}{suffix}") for suffix in ("", ".raw", ".utf8"))
-    if is_url(str(path)) or str(path) == "-":
-        return f"a local copy, or pipe it through: iconv -f {encoding} -t UTF-8"
-    if packer := PACKERS.get(Path(path).suffix.lower()):
-        return (f"it with: {packer} -dc {old} > {raw} && iconv -f {encoding} -t UTF-8 {raw} > {new} && "
-                f"{packer} -c {new} > {old} && rm {raw} {new}")
-    return f"it with: iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
-
-
-def advice_on_encoding(path: str | Path, sample: bytes) -> str:
-    """Return how to convert a text file with these bytes, not all UTF-8; "" if most of its characters are."""
+def advice_on_encoding(sample: bytes) -> str:
+    """Return how to save a text with these bytes, not all UTF-8; "" if most of its characters are UTF-8."""
     high = re.findall("[^\0-\x7f]", sample.decode("utf-8", "surrogateescape"))
     if 2 * sum("\udc80" <= character <= "\udcff" for character in high) < len(high):
         return ""  # iconv would spoil the others
-    letters = len(re.findall(rb"[A-Za-z]", sample))
-    with suppress(UnicodeDecodeError):
-        if sample.decode("cp1252") and 3 * len(high) < letters:
-            return f"if it is WINDOWS-1252, as it seems, convert {conversion(path, 'WINDOWS-1252')}"
-    return (f"with its encoding, such as WINDOWS-1251, GB18030, SHIFT_JIS or EUC-KR, in place of ENCODING, "
-            f"convert {conversion(path, 'ENCODING')}")
+    return AS_UTF8.format("WINDOWS-1252") + " (with its encoding in place of WINDOWS-1252)"
 
 
 def plain(path: str, flags: int) -> int:
@@ -147,7 +129,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         try:
             return file.read()
         except UnicodeDecodeError as error:
-            way = advice_on_encoding(path, error.object) or "correct it"
+            way = advice_on_encoding(error.object) or "correct it"
             raise WrongContentError(path, f"not UTF-8 text at byte {error.start + 1:,}", way) from error
 
 

@@ -13,7 +13,7 @@ def setting(on_resume: str, default, meaning: str, **limits):
 
     `separator` divides several values, which may be a list in JSON and YAML.
     """
-    if limits and not {"lt", "le", "separator", "union_mode"} & set(limits):
+    if limits and not {"lt", "le", "min_length", "separator", "union_mode"} & set(limits):
         limits["le"] = MAX_NUMBER
     extra = {"on_resume": on_resume, "times": limits.pop("times", None),
              "separator": limits.pop("separator", None)}

@@ -18,7 +18,7 @@ from common.errors import DataError, unreadable
 from common.files import plain
 from common.text import command
 from data_pipeline.chats import json_in
-from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
+from data_pipeline.sources import Reading, columns_of, flaw_of, read_file
 
 MOST_ENDINGS = 16
 FROM_ONE = "has labels that count from 1"
@@ -42,18 +42,19 @@ class Item(NamedTuple):
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     """Read all items of a file in any format of `data_pipeline.sources`; errors name the `setting`."""
-    advice = "name a file in HellaSwag's schema"
-    if setting == HELLASWAG:
-        advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
+    def advice() -> str:
+        if setting == HELLASWAG:
+            return f"get it with {command('scripts/load_hellaswag_dataset.py')}"
+        return "name a file in HellaSwag's schema"
+
     try:
         with open(path, "rb", opener=plain):
-            source = Source(path=str(path), split="", column="")
-            records = read_records(source, Reading(advice="correct the record, or remove it"))
+            records = read_file(str(path), Reading(advice="correct the record, or remove it"))
             items = [parse_item(record, where, setting == HELLASWAG) for where, record in records]
     except OSError as error:
-        raise DataError(f"{setting}{path} {unreadable(error, advice)}") from error
+        raise DataError(f"{setting}{path} {unreadable(error, advice())}") from error
     if not items:
-        raise DataError(f"{setting}{path} contains no items; {advice}")
+        raise DataError(f"{setting}{path} contains no items; {advice()}")
     if last := next((item for item in items if item.label == len(item.endings)), None):
         if not all(item.label for item in items):
             raise DataError(f"{last.where}: its label is {last.label}, but it must be 0 to {last.label - 1}, "
@@ -92,8 +93,8 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
 
     # The endings
     endings, names = record[ending_column], None
-    for kind in (list, dict):
-        with suppress(DataError):  # in CSV, a list is its JSON
+    for kind in (list, dict) if isinstance(endings, str) else ():  # in CSV, a list is its JSON
+        with suppress(DataError):
             endings = json_in(ending_column, endings, kind)
     if is_question and isinstance(endings, list) and all(isinstance(each, dict) for each in endings):
         endings = {key: [each.get(key) for each in endings] for key in ("text", "label")}

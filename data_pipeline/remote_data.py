@@ -17,14 +17,18 @@ from common.text import print_safely
 STALL_SECONDS = 60  # without data before a connection counts as lost
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL or path, and its name there."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+def local_name(url: str) -> str | None:
+    """Return the absolute path of a local path or of a file:// URL; None for another URL."""
+    path = os.path.expanduser(url)
+    if not os.path.lexists(path) and "://" in url:  # names may contain ::
+        return url.removeprefix("file://") if url.startswith("file://") else None
+    return str(Path.cwd() / path)
 
-    local = os.path.expanduser(url)
-    if os.path.lexists(local) or "://" not in url:  # names may contain ::
-        return LocalFileSystem(), str(Path.cwd() / local)
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and its name there."""
+    from fsspec.core import url_to_fs
+
     options = {}
     if url.startswith(("http://", "https://")):
         with requires_package("aiohttp", url):

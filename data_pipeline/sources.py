@@ -22,9 +22,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
-
-from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
@@ -218,15 +217,11 @@ class Reading:
 Records = Iterator[tuple[str, Any]]
 
 
-def is_local(fs: Any) -> bool:
-    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a source, at the time of listing."""
 
-    fs: Any
+    fs: Any  # of fsspec; None = this machine's
     name: str
     size: int
     format: str
@@ -234,7 +229,7 @@ class StoredFile:
 
     @property
     def is_local(self) -> bool:
-        return is_local(self.fs)
+        return self.fs is None
 
     @property
     def url(self) -> str:
@@ -330,12 +325,12 @@ def list_files(source: Source) -> list[StoredFile]:
     """
     path, unread = source.path, defaultdict(list)
     with reading_errors(path):
-        fs, root, names = remote.retry(path, lambda: _find_names(path, unread))
+        fs, root, names = _find_names(path, unread)
         if not names:
             found = f"no file to read, only {_counts_of(unread, root)}" if unread else (
                 "the folder is empty" if root else "no such file or folder, or nothing matches")
             raise DataError(f"{path}: {found}; check the path")
-        splits, has_configs = remote.retry(path, lambda: _find_splits(fs, root, names, source))
+        splits, has_configs = _find_splits(fs, root, names, source) if root else ({ALL: names}, False)
         chosen, of_split = [*chain(*splits.values())], ""
         if ALL not in splits and source.split != "":
             split = source.split or "train"
@@ -349,13 +344,14 @@ def list_files(source: Source) -> list[StoredFile]:
         for name in (name for name in chosen if format_of(name)[0] and name not in twins):
             if flaw_of(name):  # JSON files could not contain it
                 raise DataError(f"{name}: the file's name is not UTF-8; rename it")
-            if is_local(fs) and not os.path.exists(name):
+            if fs is None and not os.path.exists(name):
                 raise DataError(f"{name}: is a link to {os.readlink(name)}, which does not exist; restore "
                                 "the file, or remove the link")
-            if is_local(fs) and not os.path.isfile(name):  # a pipe would block
+            if fs is None and not os.path.isfile(name):  # a pipe would block
                 raise DataError(f"{name}: is not a plain file; give another")
-            files.append(StoredFile(fs, name, fs.size(name) or 0, *format_of(name)))
-            if is_local(fs) and not files[-1].size:
+            size = os.path.getsize(name) if fs is None else fs.size(name) or 0
+            files.append(StoredFile(fs, name, size, *format_of(name)))
+            if fs is None and not size:
                 unread["empty"].append(name)
         if not files:
             raise DataError(f"{path}: no file of a supported format; use {READABLE}")
@@ -365,7 +361,7 @@ def list_files(source: Source) -> list[StoredFile]:
         if os.path.basename(name) not in (*SAVED_FILES, "dataset_info.json"):
             reason = others.get(name, "in no split") if format_of(name)[0] else "of other formats"
             unread[reason].append(name)
-    if missing := _missing(names if root else ()):
+    if root and (missing := _missing(names)):
         unread["missing"] = missing
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
@@ -407,7 +403,7 @@ def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
         return _walk(path, unread) if os.path.isdir(path) else [path]
     if "**" in path.split("/"):
         base = path[:re.search(r"[*?[]", path).start()].rpartition("/")
-        matches = re.compile(glob_translate(path)).match
+        matches = _glob_pattern(path).match
         names = filter(matches, _walk("".join(base[:2]) or ".", unread))
     else:
         names = glob.glob(path)
@@ -415,6 +411,12 @@ def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
     if folders := [*filter(os.path.isdir, names)]:
         unread["folders that match"] += folders
     return [name for name in names if name not in folders]
+
+
+def _glob_pattern(glob: str, flags: int = 0) -> re.Pattern:
+    from fsspec.utils import glob_translate  # here, because fsspec takes 0.13 s, and a run does not need it
+
+    return re.compile(glob_translate(glob), flags)
 
 
 def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
@@ -449,9 +451,13 @@ def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
 
 def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
     """Return the file system, the root if the path is a folder, and the names of the files."""
+    if name := remote_data.local_name(path):
+        return None, name if os.path.isdir(name) else "", local_files(name, unread)
+    return remote.retry(path, lambda: _find_remote_names(path, unread))
+
+
+def _find_remote_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
     fs, root = remote_data.file_system(path)
-    if is_local(fs):
-        return fs, root if os.path.isdir(root) else "", local_files(root, unread)
     try:
         file_type = fs.info(root)["type"]
     except FileNotFoundError as error:  # fsspec also raises it if a server does not respond
@@ -476,8 +482,6 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
     The splits are those of `datasets`: of a folder that it saved, else by the configs in README.md or by the
     names of the files.
     """
-    if not root:
-        return {ALL: names}, False
     with requires_package("datasets", f"{root}, a folder,"):
         import datasets
         from datasets import data_files as finder
@@ -488,7 +492,7 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
         if saved.isdisjoint(f"{root}/{name}" for name in SAVED_FILES):
             raise DataError(f"{root} has folders saved by `datasets`; use one, such as "
                             f"{os.path.dirname(min(saved))}")
-        if not is_local(fs):
+        if fs is not None:
             raise DataError(f"{root} was saved by `datasets`; copy it to a local folder")
         loaded = datasets.load_from_disk(root)
         loaded = loaded if isinstance(loaded, dict) else {ALL: loaded}
@@ -499,7 +503,8 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
     card, params, configs = f"{root}/{DATASET_CARD}", {}, {}
     if card in names:
         with reading_errors(card):
-            content = fs.cat_file(card).decode("utf-8-sig")
+            content = Path(card).read_bytes() if fs is None else remote.retry(card, lambda: fs.cat_file(card))
+            content = content.decode("utf-8-sig")
             if content.startswith("---"):
                 configs = MetadataConfigs.from_dataset_card_data(DatasetCard(content).data)
                 chosen = source.config or configs and configs.get_default_config_name()
@@ -513,7 +518,7 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
               and os.path.basename(name) not in finder.FILES_TO_IGNORE}
 
     def resolve(pattern: str) -> list[str]:
-        return [*filter(re.compile(glob_translate(pattern.removeprefix("./")), case).match, inside)]
+        return [*filter(_glob_pattern(pattern.removeprefix("./"), case).match, inside)]
 
     files = params.get("data_files")
     case = 0 if files is not None else re.IGNORECASE  # Test.jsonl is a test split
@@ -572,7 +577,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            way = advice_on_encoding(file.url, valid + line)
+            way = advice_on_encoding(valid + line)
             reading.advice = f"{advice}; {way}" if way else advice
             reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
             continue
@@ -633,7 +638,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                 bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
                 if 2 * len(bad) > len(first):
                     sample = b"".join(bad)
-                    way = "" if b"\0" in sample else advice_on_encoding(file.url, sample)
+                    way = "" if b"\0" in sample else advice_on_encoding(sample)
                     raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} "
                                     "lines have NULs or bytes that are not UTF-8; remove the "
                                     f"file{way and f', or {way}'}")
@@ -679,7 +684,7 @@ def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Reco
                     continue
                 reading.position = Position(start.file, number)
                 if bad := next(filter(UNDECODED.search, values), None):
-                    way = advice_on_encoding(file.url, bad.encode("utf-8", "surrogateescape"))
+                    way = advice_on_encoding(bad.encode("utf-8", "surrogateescape"))
                     reading.advice = f"{advice}; {way}" if way else advice
                     reading.refuse(where, "has bytes that are not UTF-8")
                 elif len(values) != len(columns):
@@ -715,7 +720,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                         "as JSON lines")
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     text = content.decode("utf-8-sig", "surrogateescape")
-    if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
+    if UNDECODED.search(text) and (way := advice_on_encoding(content)):
         reading.advice = f"{reading.advice}; {way}"
     line, at, number, fault = 1, 0, 0, "expected , or ]"
     decoder = json.JSONDecoder(object_pairs_hook=unique)
@@ -934,6 +939,16 @@ def read_records(source: Source, reading: Reading) -> Records:
     """Yield all records of a source as (where, record), in a fixed order. A line of text is a record."""
     for _, records in _read_files(source, reading):
         yield from records
+
+
+def read_file(path: str, reading: Reading) -> Records:
+    """Yield all records of a local file as (where, record)."""
+    format, compression = format_of(path)
+    if format is None:
+        raise DataError(f"{path}: no file of a supported format; use {READABLE}")
+    file = StoredFile(None, os.path.abspath(path), os.path.getsize(path), format, compression)
+    yield from (_read_table if format in TABLES else _read_file)(file, [], reading)
+    reading.settle()
 
 
 def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:

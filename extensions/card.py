@@ -20,7 +20,6 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from checkpoint.manifest import CARD
 from checkpoint.model_json import name_of_download
-from checkpoint.schema import LogFile
 from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
@@ -30,7 +29,7 @@ from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from extensions.cost import parameter_count
 from extensions.report.console import trained_count
-from extensions.report.data import segments, setting_lines
+from extensions.report.data import LogFile, segments, setting_lines
 from extensions.report.numbers import metric_title, number_text, result_text
 from model_utils import device_name
 from run.extensions import Extension
@@ -86,15 +85,14 @@ class History:
     def read(self, folder: Path, step: int) -> None:
         """Read the new lines in a run's folder; a bad step after `step` may have a line in the ledger."""
         self.ledger.path, self.metrics.path = folder / "ledger.jsonl", folder / "metrics.jsonl"
-        self.lines += [(entry.step, line) for line in self.ledger.new_lines()
-                       if (entry := self.ledger.parse(line))]
+        self.lines += [(entry.step, line) for line, entry in self.ledger.new_lines() if entry]
         if self.lines and self.logged_step is None:
             self.logged_step = self.lines[0][0] - 1
         while self.lines and self.lines[0][0] <= step:
             self.last, line = self.lines.pop(0)
             self.digest.update(line)
-        for line in self.metrics.new_lines():
-            if entry := self.metrics.parse(line):
+        for _, entry in self.metrics.new_lines():
+            if entry:
                 self._add_metrics(entry.step, entry.model_extra)
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from checkpoint.schema import LogFile, read_entries
+from checkpoint.schema import read_entries
 from checkpoint.store import BEST
 from checkpoint.tensors import write_tensors
 from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.report.data import LogFile
 from extensions.report.numbers import number_text
 from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
@@ -73,8 +74,8 @@ class Guards(Extension):
     def evaluate(self, run: Run) -> dict[str, float]:
         """Warn once, on rank 0, if the validation loss is now significantly above its best."""
         if run.ranks.is_rank0 and "val_loss" in run.progress.pending_metrics:
-            for line in self.evaluations.new_lines():
-                if (entry := self.evaluations.parse(line)) and (scores := item_scores(entry.model_dump())):
+            for _, entry in self.evaluations.new_lines():
+                if entry and (scores := item_scores(entry.model_dump())):
                     self.losses.add(scores)
             best, rise = self.losses.best, self.losses.rise()
             run.is_past_best = rise is not None

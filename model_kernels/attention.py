@@ -31,9 +31,9 @@ class Kernel(NamedTuple):
     grouped: bool = True  # fewer key/value heads than query heads, which are repeated otherwise
     deterministic: bool = True  # backward under torch.use_deterministic_algorithms
     takes_spans: int = 0  # documents as Spans, without a mask; the multiple of entries in `cu_seqlens`
-    # Of an extension: the function of q, k, v and `cu_seqlens` (None: each row is a document). And for a CPU:
-    # whether it pays for a purpose in half precision or not; and how many numbers a layer keeps for the
-    # backward, at most, of so many rows, tokens and heads.
+    # Set by extensions. attend(q, k, v, cu_seqlens): computes attention; without `cu_seqlens`, each row is a
+    # document. pays(purpose, is_half): is this kernel faster on a CPU? saved(rows, tokens, n_heads): the most
+    # numbers that a layer keeps for its backward.
     attend: Optional[Callable[..., Tensor]] = None
     pays: Callable[[str, bool], bool] = lambda purpose, is_half: False
     saved: Callable[[int, int, int], int] = lambda rows, tokens, n_heads: 0
@@ -187,7 +187,7 @@ def compute_spans(document_ids_BT: Tensor, multiple: int, window: int = 0) -> Sp
 
 
 def document_mask(start_BT: Tensor, prefix_BT: Tensor, end_BT: Tensor) -> Tensor:
-    """Return a (B, 1, T, S) mask, True where a token attends to another, from `document_borders`.
+    """Return a (B, 1, T, S) mask from `document_borders`: True where a token attends to another.
 
     A token attends to itself and to earlier tokens of its own document and of the shared prefix.
     """
@@ -434,6 +434,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
             return name
         reasons.append(f"{name}: {reason}")
     purpose = f"deterministic {purpose}" if deterministic else purpose
-    raise SettingsError(f"ATTENTION_BACKEND={backend} cannot run here ({purpose} attention in "
-                        f"{str(dtype).removeprefix('torch.')}, head dimension {heads[2]}, {device.type}): "
-                        f"{'; '.join(reasons) or 'there is no such kernel'}; set ATTENTION_BACKEND=auto")
+    dtype_name = str(dtype).removeprefix("torch.")
+    raise SettingsError(f"ATTENTION_BACKEND={backend} has no kernel that runs here ({purpose} attention in "
+                        f"{dtype_name} with head dimension {heads[2]} on {device.type})"
+                        f"{': ' * bool(reasons)}{'; '.join(reasons)}; set ATTENTION_BACKEND=auto")

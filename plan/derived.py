@@ -166,16 +166,6 @@ def settings_of_stage(config: Config, decided: Container[str], start: Start
     return {name: value for name, value in chosen.items() if name not in decided}, deferred
 
 
-def with_all_rows(config: Config) -> Config:
-    """Return the settings with the rows of a rank as MICRO_BATCH_SIZE, if it is 0."""
-    if config.micro_batch_size:
-        return config
-    rows = max(1, config.rows_per_step // config.planned_ranks)
-    while config.reproducible and config.rows_per_step % rows:
-        rows -= 1
-    return config.model_copy(update={"micro_batch_size": rows})
-
-
 def settings_of_length(steps: int, names: Container[str]) -> dict[str, int]:
     """Return the intervals of validations, samples, saves and lines among `names` for a run of `steps`."""
     fields = {name: (field.default, field.json_schema_extra["times"])

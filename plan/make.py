@@ -57,7 +57,7 @@ class Plan:
     identities: Mapping[str, Identity] = field(default_factory=dict)  # data, base, teacher
     generation: Mapping[str, Any] = field(default_factory=dict)  # fields of generation_config.json
     token_ids: Mapping[str, Any] = field(default_factory=dict)  # rows that LoRA trains, by matrix
-    untrained_ids: Sequence[int] = ()  # that the base has not learned, and that the data lacks
+    untrained_ids: Sequence[int] = ()  # ids that the base has not learned and the data does not contain
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()  # settings that follow from the data or the hardware
@@ -217,7 +217,7 @@ def keep_record(draft: Draft) -> None:
         draft.notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a "
                            f"run that has started (for a new run, set another RUN_NAME): {values}")
     draft.config = config.model_copy(update=draft.recorded)
-    draft.config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
+    draft.config.model_fields_set.difference_update(  # nobody chose a default in the record
         name for name in {*draft.recorded} - {"max_steps"}
         if draft.recorded[name] == Config.model_fields[name].default)
 
@@ -246,7 +246,12 @@ def fill_in(draft: Draft) -> None:
     config = config.model_copy(update=by_stage)
     by_length = derived.settings_of_length(
         config.max_steps, Config.model_fields.keys() - decided - {*draft.deferred})
-    draft.config = derived.with_all_rows(config.model_copy(update=by_length))
+    if config.micro_batch_size == 0:  # all rows of a rank
+        rows = max(1, config.rows_per_step // config.planned_ranks)
+        while config.reproducible and config.rows_per_step % rows:
+            rows -= 1
+        config = config.model_copy(update={"micro_batch_size": rows})
+    draft.config = config.model_copy(update=by_length)
 
     by_stage = {name: value for name, value in by_stage.items() if name not in draft.deferred}
     width = f" and DIM={config.dim}" if start.kind == "from" and "learning_rate" in by_stage else ""
@@ -263,7 +268,7 @@ def fill_in(draft: Draft) -> None:
 
 
 def check(draft: Draft, environ: Mapping[str, str], is_check: bool, elsewhere: bool, complete: bool) -> None:
-    """Raise one error with all problems; add what else is worth saying."""
+    """Raise one error with all problems. Without any, add notes and warnings."""
     config, given, layers, start = draft.config, draft.given, draft.layers, draft.start
     problems = [problem for layer in layers for problem in layer.problems] + [*draft.invalid.values()]
     missing = [*input_rules(config)] if elsewhere else []
@@ -298,7 +303,7 @@ def check(draft: Draft, environ: Mapping[str, str], is_check: bool, elsewhere: b
 
 
 class Facts(NamedTuple):
-    """What a plan does not know before the data and the hardware have been looked at."""
+    """Facts about the data and the hardware, which complete a plan."""
 
     device: str = "cpu"  # cuda, mps or cpu
     rows: Optional[int] = None  # of the training split

@@ -32,7 +32,7 @@ EXPECTATIONS = {
     "float_parsing": "expected a number", "bool_parsing": "expected true or false",
     "literal_error": "expected {expected}", "greater_than": "must be greater than {gt:,.16g}",
     "greater_than_equal": "must be at least {ge:,.16g}", "less_than": "must be less than {lt:,.16g}",
-    "less_than_equal": "must be at most {le:,.16g}"}
+    "less_than_equal": "must be at most {le:,.16g}", "string_too_short": "must not be empty"}
 
 
 def forms(name: str) -> list[str]:
@@ -70,7 +70,7 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
-    no_setting = "there is no such setting (see --help, or docs/coming-from.md for names of other trainers)"
+    no_setting = "there is no such setting (see --help; docs/coming-from.md has the names of other trainers)"
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 

@@ -74,7 +74,7 @@ def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict
     warnings = []
     for name, message in invalid.items():
         if on_resume(name) not in ("fixed", "content"):
-            warnings.append(f"{message}; this version of Paddock does not accept it any more, and goes on "
+            warnings.append(f"{message}; this version of Paddock no longer accepts it, and continues "
                             f"with {in_env(name, getattr(valid, name))}")
             continue
         by_flag = f"set {name.upper()} by a flag with ALLOW_RESUME_MISMATCH={name.upper()}, "

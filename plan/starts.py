@@ -1,4 +1,4 @@
-"""Where a run starts, and the model that it starts from. There are three kinds of start, and no fourth:
+"""Where a run starts, and the model that it starts from. There are three kinds of start:
 
 - `new`: initial weights.
 - `continue`: a checkpoint with its optimizer, step, best loss, reference and base, in the stage of its
@@ -8,8 +8,8 @@
 - `from`: the weights of another stage, of another model or of adapters, or of any checkpoint with
   RESET_OPTIMIZER.
 
-`find_start` decides by the settings and the files that are there. It writes nothing and needs no torch.
-docs/starts.md has a table of what it decides.
+`find_start` decides from the settings and the files on disk. It writes nothing and needs no torch.
+docs/starts.md lists its decisions in a table.
 """
 
 import os
@@ -51,14 +51,14 @@ class Start(NamedTuple):
     """The start of a run."""
 
     kind: Literal["new", "continue", "from"] = "new"
-    folder: Optional[str] = None  # a checkpoint or model folder; none for a hub model that is not here yet
+    folder: Optional[str] = None  # a checkpoint or model folder; None for a hub model until it is downloaded
     is_own: bool = False  # the checkpoint is in the run's folder
-    named: Optional[str] = None  # what the settings name, unless the start was found by RUN_NAME
+    named: Optional[str] = None  # the name in the settings, unless the start was found by RUN_NAME
     setting: str = ""  # the setting that names it
     step: int = 0  # of the checkpoint
     base: Optional[str] = None  # the folder of the model under the adapters, which are or will be trained
     layers: Optional[int] = None  # the model is cut to its first layers
-    download: Optional[str] = None  # a model of the hub that is needed first
+    download: Optional[str] = None  # a hub model to download first
 
     @property
     def continues(self) -> bool:
@@ -76,7 +76,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What was found out about the start's files after a plan was made, with which it is made again."""
+    """Facts about the start's files that were found after a plan was made. It is then made again."""
 
     damaged: Mapping[str, str] = field(default_factory=dict)  # checkpoint -> what is wrong with it
     hub: Mapping[str, str] = field(default_factory=dict)  # name of a hub model -> its local folder
@@ -85,7 +85,7 @@ class Known:
         if reason := self.damaged.get(str(folder)):
             raise CheckpointError(reason)
         if (folder / store.MANIFEST).exists():
-            files = store.read_manifest(folder)["files"]  # of which the plan reads the state
+            files = store.read_manifest(folder)["files"]  # a plan reads only the state
             if store.STATE in files and (fault := fault_of(folder, store.STATE, files[store.STATE])):
                 raise CheckpointError(f"{fault}; use another checkpoint")
 
@@ -93,8 +93,8 @@ class Known:
 class Asked(NamedTuple):
     """What the settings say about the start, and where."""
 
-    config: Config  # of all layers, without a record
-    setting: Optional[str]  # the START_FROM setting that counts: of the highest layer, this stage's usual one
+    config: Config  # the settings of all layers, without a record
+    setting: Optional[str]  # the START_FROM setting that counts
     sources: Mapping[str, str]  # where each setting is set
     for_this_start: frozenset[str]  # settings from flags and the environment
 
@@ -248,9 +248,9 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
 
 
 def base_of_adapters(folder: Path, known: Known) -> Path | str:
-    """Return where the base of these adapters, of a run or of PEFT, should be; its hash is compared later.
+    """Return the folder in which the base of these adapters should be; its hash is compared later.
 
-    It is a name if it is a model of the hub that `known` does not have.
+    For a hub model that is not downloaded yet, return its name.
     """
     state, content = store.read_state(folder), read_model_json(folder / ADAPTERS)
     name = content.get("base_model_name_or_path") or ""
@@ -349,9 +349,9 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
 
 def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for_this_start: Iterable[str]
                    ) -> tuple[Start, dict[str, Any], list[str]]:
-    """Return the start, perhaps with a cut model, the unset settings that its weights bring, and notes.
+    """Return the start, with `layers` if the model is cut, the settings that its weights bring, and notes.
 
-    A continued run has them in its record.
+    A continued run has these settings in its record.
     """
     if start.kind != "from" or start.folder is None:
         return start, {}, []
@@ -422,7 +422,7 @@ def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -
         warnings.append(f"the model in {folder} was trained with other settings: {description}")
     if (context := context_of(folder, config)) < config.max_seq_len:
         warnings.append(f"MAX_SEQ_LEN={config.max_seq_len} is longer than the {context:,} positions of the "
-                        f"model in {folder} (max_position_embeddings): it has not learned those beyond. "
+                        f"model in {folder} (max_position_embeddings): those beyond are untrained. "
                         "Lower MAX_SEQ_LEN, or set ROPE_SCALING_FACTOR or a larger ROPE_THETA")
     return warnings
 

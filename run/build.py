@@ -205,7 +205,7 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
     if verifies and plan.start.folder:
         folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
         if (folder / MANIFEST).exists():
-            store.verify(folder, lambda state: plan.start.continues)
+            store.verify(folder, plan.start.continues)
         if expected and differences(expected, identity_of_start(folder)):
             raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
                                   "it to this machine")

@@ -1,4 +1,4 @@
-"""What a run calls at each point, and the loader, which alone finds the extensions, by their names.
+"""The hooks of extensions, and the loader, which finds extensions by name.
 
 The core imports no extension: without the folder `extensions/`, runs have the same bits.
 """
@@ -13,7 +13,7 @@ from config import Config, extension_module
 
 
 class Extension:
-    """What a run calls on every rank, of each extension in their order; `run_end` in the reverse order."""
+    """Hooks that a run calls on every rank, in the order of EXTENSIONS; `run_end` in the reverse order."""
 
     def inputs(self, config: Config, inputs, verify: str): return inputs  # no collective; perhaps other rows
     def run_start(self, run) -> None: ...  # the run's folder is open
@@ -34,7 +34,7 @@ class Extension:
 
 
 def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extension]:
-    """Return the extensions of EXTENSIONS. What is missing of the default is a warning, else an error."""
+    """Return the extensions of EXTENSIONS. A missing one is an error, or a warning if nobody named it."""
     found, missing = [], []
     for name in config.extension_names:
         if module := extension_module(name):
@@ -46,7 +46,7 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
         raise SettingsError(f"EXTENSIONS: extensions/ has no {' and no '.join(missing)}; "
                             f"remove {'it' if len(missing) == 1 else 'them'}")
     if missing:
-        warn(f"EXTENSIONS: the run goes on without {', '.join(missing)}, which extensions/ does not have")
+        warn(f"EXTENSIONS: the run continues without {', '.join(missing)}, which extensions/ does not have")
     return found
 
 

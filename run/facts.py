@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import dataloaders
 import lora
 import model_utils
 from checkpoint import huggingface, peft, store
-from checkpoint.manifest import MANIFEST, examine, fault_in
+from checkpoint.manifest import MANIFEST
 from checkpoint.model_json import hub_model
 from common.errors import CheckpointError, DataError, SettingsError
 from common.files import json_sha256, read_json, sha256
@@ -79,29 +78,15 @@ def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
     while True:
         if name := plan.start.download:
             known = replace(known, hub={**known.hub, name: str(hub_model(name))})
-        elif plan.start.folder and (fault := find_fault(Path(plan.start.folder), plan.start.continues)):
-            known = replace(known, damaged={**known.damaged, plan.start.folder: fault})
         else:
-            return plan, known
+            folder = plan.start.folder
+            try:
+                if folder and (Path(folder) / MANIFEST).exists():
+                    store.verify(Path(folder), plan.start.continues)
+                return plan, known
+            except CheckpointError as error:
+                known = replace(known, damaged={**known.damaged, folder: str(error)})
         plan = remake(known)
-
-
-def find_fault(folder: Path, continues: bool) -> str:
-    """Return what is wrong with a checkpoint's files, which threads hash, or ""."""
-    if not (folder / MANIFEST).exists():
-        return ""
-    threads = min(8, os.cpu_count() or 1)
-
-    def fault_of(folder: Path, name: str, expected: Mapping[str, Any]) -> Optional[str]:
-        parts = [*pool.map(lambda part: examine(folder, name, expected, part, threads), range(threads))]
-        return fault_in(parts, folder / name, expected)
-
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            store.verify(folder, lambda state: continues, fault_of)
-        except CheckpointError as error:
-            return str(error)
-    return ""
 
 
 def count_rows(plan: Plan) -> Optional[int]:
@@ -144,7 +129,7 @@ def provide_sample(config: Config) -> None:
 
 
 def open_inputs(config: Config, verify: bool, extensions: list[Extension]) -> Opened:
-    """Open the inputs as the run's extensions change them; one rank of a machine verifies for the others."""
+    """Open the inputs, as changed by the run's extensions. One rank of each machine verifies them."""
     inputs = read_inputs(config, verify)
     for each in extensions:
         inputs = each.inputs(config, inputs, config.verify_data if verify else "never")
@@ -152,7 +137,7 @@ def open_inputs(config: Config, verify: bool, extensions: list[Extension]) -> Op
 
 
 def read_inputs(config: Config, verify: bool) -> Inputs:
-    """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
+    """Open the tokenizer, the data and the evaluation sets."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
     if config.training_stage != "pretrain":
         text_tokenizer(tokenizer)  # finds the end of turn, which saved folders name
@@ -204,7 +189,7 @@ def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
-    """Return the plan with what data, base and teacher are, compared with each other and the record."""
+    """Return the plan with the identities of data, base and teacher, compared with the record."""
     config, start, messages = plan.config, plan.start, list[str]()
     tokenizer, data = inputs.tokenizer, identity_of_data(config, inputs)
     identities: dict[str, Identity] = {"data": data}
@@ -254,9 +239,9 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
         return []
     now, warnings = load_chat_format(inputs.tokenizer).sha256, []
     if other := {*data["template"]} - {"", now}:
-        text = (f"{config.data_path} was prepared with another chat template, SHA-256 {min(other)[:12]}, "
-                f"than that of TOKENIZER_PATH={config.tokenizer_path}, {now[:12]}, with which the model is "
-                "saved")
+        text = (f"{config.data_path} was prepared with another chat template (SHA-256 {min(other)[:12]}) "
+                f"than TOKENIZER_PATH={config.tokenizer_path} has ({now[:12]}), which the model is saved "
+                "with")
         if not plan.start.continues:
             raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
                             "the one that it was prepared with")
@@ -269,7 +254,7 @@ def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
 
 
 def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
-    """Return the place and hash of the adapters that a run started with, which its reference has; else {}."""
+    """Return folder and hash of the adapters with which a run started, for its reference; {} without any."""
     if start.kind == "from":
         folder = Path(start.folder) if start.has_adapters else None
         return {"folder": str(folder), "sha256": adapters_sha256(folder)} if folder else {}
@@ -308,7 +293,7 @@ def identity_of_start(folder: Path) -> dict[str, str]:
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
     """Return the folder of the model that a run started from, identified by its hash.
 
-    It may be where the settings now say, where it was, or at the same path relative to the run's folder.
+    The search covers the settings, the folder's place at the start, and that place relative to the run.
     """
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
     advice = f"set {config.start_setting} to the folder where it is now, by a flag"
@@ -319,7 +304,7 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
                  advice: str, layers: Optional[int] = None) -> Path:
     """Like `find_base`, but try these names first. If all fail, the error ends with `advice`.
 
-    A model may have more `layers` than the run uses.
+    With `layers`, the hash is that of the first layers of a model.
     """
     remembered, wanted = [*base_places(progress, run_dir)], progress["base_sha256"]
     named, failures = [], []
@@ -329,7 +314,7 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
         except CheckpointError as error:
             failures.append(str(error))
             continue
-        # The newest checkpoint of a run that has continued since is no longer the base.
+        # A run that is named may have trained on. Then the base is beside its newest checkpoint.
         sibling = remembered and folder.parent / remembered[0].name
         named += [sibling, folder] if sibling and sibling.is_dir() else [folder]
 
@@ -357,8 +342,8 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
         own = start.folder if start.continues or start.has_adapters else source
         generation = read_generation(Path(source)) | read_generation(Path(own))
     if start.folder is None or SUPPRESSED in generation and not start.continues:
-        # No training has seen the control tokens that the data lacks, if the weights are new; and otherwise
-        # those that the model's files name.
+        # Untrained control tokens are those that the data lacks. New weights know none; otherwise, the
+        # model's files list the candidates.
         tokenizer = inputs.tokenizer
         unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
         unseen = {*generation[SUPPRESSED]} if start.folder else unseen
@@ -371,7 +356,7 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
         if learned:
             names = inputs.tokenizer.decode(learned[:5]) + " ..." * (len(learned) > 5)
             messages.append(f"LORA_TRAIN_TOKENS=auto: the base seems to have learned {names}; rows drawn at "
-                            "random or from other words look like that, so name tokens that are new")
+                            "random or from other words look the same, so list the names of new tokens")
     plan = replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
     return plan.changed(messages)
 

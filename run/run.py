@@ -139,7 +139,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class Run:
-    """Everything that one rank of a run holds."""
+    """The state of a run on one rank."""
 
     config: Config
     context: RunContext
@@ -157,7 +157,7 @@ class Run:
     shard: Optional[RankShard] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
-    plan: Optional[Plan] = None  # none outside of training
+    plan: Optional[Plan] = None  # None outside training
     order: Optional[RowOrder] = None  # of the training rows; none for evaluations
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
     facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def saves_best(self) -> bool:
-        """Whether the last validation is the best so far, and its state is kept for that."""
+        """Whether the last validation is the best so far, and KEEP_BEST saves its state."""
         is_best = self.progress.step == self.progress.best_step > 0
         return is_best and self.config.keep_best > 0 < self.config.save_every
 
@@ -453,7 +453,7 @@ def finish_saving(run: Run) -> None:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
     waited = f"; training stopped for {saving.blocked:.1f} s" if saving.in_background else ""
-    shown = "" if saving.is_best else None  # a terminal's line of the validation has said so
+    shown = "" if saving.is_best else None  # on a terminal, the line of the validation says it
     run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}", shown)
     if not saving.in_background:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)

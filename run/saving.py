@@ -35,9 +35,9 @@ def pinned_bytes(size: int) -> int:
 class RankShard:
     """The rows of a checkpoint that this rank writes.
 
-    The ranks of rank 0's machine write, because two machines may lose each other's pages of a file. With
-    SHARDING, a rank writes those that it holds, up to the blocks that are hashed; those of other machines are
-    sent. Otherwise the ranks divide the rows.
+    Only the ranks of rank 0's machine write, because two machines may lose each other's pages of a file. With
+    SHARDING, a rank writes the rows that it holds, in whole blocks, and gets those of other machines from
+    them. Otherwise, the ranks divide the rows.
 
     `shards` ranks hold one copy of the model; hashed blocks have a multiple of `block_multiple` rows.
     """

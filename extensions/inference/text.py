@@ -309,7 +309,7 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
         raise DataError(f"--prompts {name} {unreadable(error, 'check the path')}") from error
     except UnicodeDecodeError as error:
         line = data[:error.start].count(b"\n") + 1
-        way = advice_on_encoding(name, data) or "correct the line"
+        way = advice_on_encoding(data) or "correct the line"
         raise DataError(f"{name}:{line}: not valid UTF-8; {way}") from error
     numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, BinaryIO, Optional
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -31,7 +32,42 @@ from plan.command_line import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
 
+TAIL_BYTES = 256  # compared to detect that a log was replaced
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
+
+
+class LogFile:
+    """A log to which another process may append, or which it replaces when it resumes the run.
+
+    A missing file has no lines. A last line without a line end is incomplete.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.offset, self.tail = path, 0, b""
+        self.invalid = 0  # number of invalid lines so far
+
+    def is_replaced(self) -> bool:
+        """Return whether the file no longer contains what was read from it."""
+        with self._open() as file:
+            file.seek(self.offset - len(self.tail))
+            return file.read(len(self.tail)) != self.tail
+
+    def new_lines(self) -> Iterator[tuple[bytes, Optional[schema.Line]]]:
+        """Yield the complete lines since the last call, as `schema.read_lines` does. Raises OSError."""
+        most = schema.MAX_LINE_BYTES
+        with self._open() as file:
+            file.seek(self.offset)
+            while (line := file.readline(most)).endswith(b"\n") or len(line) == most:
+                self.offset, self.tail = self.offset + len(line), line[-TAIL_BYTES:]
+                entry = schema.parse_line(line, self.path.name)
+                self.invalid += entry is None
+                yield line, entry
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb", opener=plain)
+        except FileNotFoundError:
+            return BytesIO()
 
 
 class RunSettings(schema.Open):
@@ -199,7 +235,7 @@ class RunReader:
         self.sources = sources(self.folder, self.settings, self.aside)
 
     def _restart(self) -> None:
-        self.logs = {name: schema.LogFile(self.folder / f"{name}.jsonl") for name in LOGS}
+        self.logs = {name: LogFile(self.folder / f"{name}.jsonl") for name in LOGS}
         # events.jsonl
         self.events: list[dict[str, Any]] = []
         self.processes: list[Process] = []
@@ -226,8 +262,8 @@ class RunReader:
             if any(file.is_replaced() for file in self.logs.values()):
                 self._restart()
             for name, file in self.logs.items():
-                for line in file.new_lines():
-                    if entry := file.parse(line):
+                for _, entry in file.new_lines():
+                    if entry:
                         getattr(self, f"_add_{name}")(entry)
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder} cannot be read: "

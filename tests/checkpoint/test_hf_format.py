@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -139,14 +140,30 @@ def test_settings_come_back_from_the_config(config):
         assert back.model_dump(exclude=ignored) == config.model_dump(exclude=ignored)
 
 
+@pytest.mark.parametrize("name", [name for name, field in ModelConfig.model_fields.items() if field.json_schema_extra["on_resume"] == "fixed"])
+def test_every_setting_of_a_model_is_in_its_config(name):
+    """So a setting that somebody adds to the model must be written, and read again."""
+    family = {"no_rope_every": "smollm3", "sliding_window": "qwen3", "sliding_every": "qwen3"}.get(name, "llama")
+    before = dict(model_type=family, dim=96, n_layers=4, n_heads=8, n_kv_heads=2, multiple_of=32,
+                  sliding_window=30 if name == "sliding_every" else None, rope_scaling_factor=2.0 if name.startswith("rope_") else None)
+    default = ModelConfig.model_fields[name].default
+    others = [choice for choice in get_args(ModelConfig.model_fields[name].annotation) if isinstance(choice, str) and choice != default]
+    other = others[0] if others else not default if isinstance(default, bool) else 2 * (default or 2)
+    config = ModelConfig(**{**before, name: other})
+    written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    read = ModelConfig(**model_json.model_settings_from_huggingface(json.loads(json.dumps(written))))
+    assert model_json.describing(read) == model_json.describing(config) != model_json.describing(ModelConfig(**before))
+
+
 @pytest.mark.parametrize("changes", [
     {"head_width": 16}, {"head_width": 8}, {"rope_low_freq_factor": 2.0, "rope_scaling_type": "yarn"}, {"sliding_every": 3},
     {"model_type": "qwen3", "sliding_window": 9, "sliding_every": 7}, {"model_type": "smollm3", "no_rope_every": 9},
     {"ffn_dim_multiplier": 2.0}, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
 def test_settings_without_effect_can_be_stored(changes):
     config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), **changes})
-    shapes = {name: parameter.shape for name, parameter in new_model(config, VOCAB).named_parameters()}
-    huggingface.check_parameters(shapes, config, padded(VOCAB))
+    written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    read = ModelConfig(**model_json.model_settings_from_huggingface(written))
+    assert model_json.describing(read) == model_json.describing(config)
 
 
 def test_old_config_files_are_understood():

@@ -232,7 +232,7 @@ def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(s
     preset = ["--preset", "llama3-8b", "--micro-batch-size", "1"]
     assert train.main([*flags, *preset]) == 0
     out = capsys.readouterr().out
-    assert "8,030,261,248 parameters" in out and "replaces the preset's SHARDING" in out and "LORA_ENABLED=true needs a base" in out
+    assert "8,030,261,248 parameters" in out and "replaces the preset's SHARDING" in out and "LORA_ENABLED=true needs a start checkpoint" in out
     assert "planned with Llama 3's vocabulary of 128,256 ids" in out and "random weights" not in out
     assert ("the steps of EPOCHS=3 depend on data" in out) == (stage == "sft")
     assert largest_that_fits("llama3-8b", "QLoRA", 24) == (4096, 1, "selective"), "in docs/gpu.md"

@@ -186,7 +186,7 @@ def test_a_recorded_value_that_is_no_longer_valid_is_told_and_an_error_if_it_is_
     rehash(checkpoint, state | {"settings": state["settings"] | {"LR_SCHEDULE": "linear"}})
     loaded = load(*PRETRAIN, "--run-name", "first")
     assert loaded.config.lr_schedule == "cosine"
-    assert any(re.search("LR_SCHEDULE=linear: expected .* does not accept it any more, and goes on with LR_SCHEDULE=cosine", line)
+    assert any(re.search("LR_SCHEDULE=linear: expected .* no longer accepts it, and continues with LR_SCHEDULE=cosine", line)
                for line in loaded.warnings)
     by_flag = "set DISTILLATION_LOSS by a flag with ALLOW_RESUME_MISMATCH=DISTILLATION_LOSS, "
     for name, value, remedy in (("MODEL_TYPE", "gpt", ""), ("DISTILLATION_LOSS", "mse", by_flag)):

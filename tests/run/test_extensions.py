@@ -30,7 +30,7 @@ def test_a_missing_extension_is_an_error_if_set_and_a_warning_by_default(monkeyp
     warnings = []
     monkeypatch.setitem(sys.modules, "extensions.guards", None)  # as if there were no such file
     found = load_extensions(Config(), warnings.append)
-    assert warnings == ["EXTENSIONS: the run goes on without guards, which extensions/ does not have"]
+    assert warnings == ["EXTENSIONS: the run continues without guards, which extensions/ does not have"]
     assert len(found) == len(Config().extension_names) - 1
 
 

@@ -59,7 +59,7 @@ def test_the_core_alone_computes_the_same(mode, core, stages, tmp_path):
         assert train_in(core, alone, "--stop-step=2").returncode == 0 and alone.steps_saved() == [1, 2]
     first, second = train_in(ROOT, whole, f"--extensions={EXTENSIONS}"), train_in(core, alone)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr + second.stdout + second.stderr
-    assert (second.stdout + second.stderr).count("EXTENSIONS: the run goes on without") == 1
+    assert (second.stdout + second.stderr).count("EXTENSIONS: the run continues without") == 1
     (line,) = [line for line in second.stderr.splitlines() if "Without extensions/, these names are not settings" in line]
     assert "--sample-every" in line
     assert_equal(whole, alone)
