@@ -40,9 +40,10 @@ from extensions.arms import (  # noqa: E402
     slug_of,
 )
 from extensions.cost import forward_flops  # noqa: E402
-from extensions.decide import ERROR, Look, evidence, fewest_pairs, look, sentence  # noqa: E402
+from extensions.decide import ERROR, Look, differences_of, evidence, fewest_pairs, look, sentence  # noqa: E402
 from extensions.report.compare import titles  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
+from extensions.report.numbers import is_share  # noqa: E402
 from extensions.report.page import Report, render  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
 from plan.make import make_plan  # noqa: E402
@@ -226,7 +227,7 @@ class Comparison:
             return f"{' and '.join(names)} are the same recipe: with seed {self.first}, all steps are equal."
         if len(names) == 2:
             verdict = seen.verdicts[names[0], names[1]]
-            text = sentence(*names, verdict, self.lower, "accuracy" in self.title)
+            text = sentence(*names, verdict, self.lower, is_share(self.title))
         elif len(seen.left) == 1:
             text = f"{seen.left[0]} is the best of {len(names)}"
         else:
@@ -254,10 +255,10 @@ class Comparison:
             rows.append([str(self.first + place), *values])
         if len(names) == 2:
             columns += ["difference", f"evidence, {1 / self.args.error:g} is needed"]
-            differences = [b - a if a != b else 0.0 for a, b in zip(*results.values())]
+            differences = differences_of(*results.values())
             for row, difference, proof in zip(rows, differences, evidence(differences)):
                 row += [f"{difference:+.4f}", f"{proof:.1f}"]
-        more = [sentence(a, b, verdict, self.lower, "accuracy" in self.title) + "."
+        more = [sentence(a, b, verdict, self.lower, is_share(self.title)) + "."
                 for (a, b), verdict in seen.verdicts.items() if len(names) > 2]
         if read_the_same(self.runs):
             more.append("All arms read the same rows in every step.")

@@ -25,8 +25,8 @@ from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
-from extensions.report.paired import item_scores, trends
 from plan.command_line import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from common.text import counted
+from extensions.decide import ERROR, FEWEST, difference_text, sign_test
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
+from extensions.report.items import Trend
 from extensions.report.numbers import number_text
-from extensions.report.paired import FEWEST, SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -69,17 +70,17 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
         if trend and trend.last:
-            right, wrong = round(last * trend.number), trend.number - round(last * trend.number)
-            proof = f" (from chance, over {trend.number:,} {trend.last.kind})"
-            margin = 0.0 if sign_test(right, wrong) < SIGNIFICANT else math.inf
+            right, number = round(last * trend.last.number), trend.last.number
+            proof = f" (from chance, over {number:,} {trend.last.kind})"
+            margin = 0.0 if sign_test(right, number - right) < ERROR else math.inf
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
-        margin = 0.0 if test.p < SIGNIFICANT else math.inf
+        margin = 0.0 if test.p < ERROR else math.inf
     worse_by = (first - last) if main.higher else (last - first)
     outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else "same"
-    is_few = trend is not None and trend.last is not None and trend.number < FEWEST
+    is_few = trend is not None and trend.last is not None and trend.last.number < FEWEST
     if is_few and measured[0] == main.curve:
-        items = counted(trend.number, trend.last.kind.removesuffix("s"))
+        items = counted(trend.last.number, trend.last.kind.removesuffix("s"))
         outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST})"
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
@@ -95,7 +96,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         outcome = "diverged"
     elif state == "failed" and "no gradient" in kinds:
         outcome = "stopped"
-    elif rise and not is_few and main is LOSS and losses.best is not losses.first:
+    elif rise and main is LOSS and losses.best is not losses.first:
         outcome, proof = "overfit", difference_text(rise, losses.last.kind)
         last_text = f"{number_text(rise.a)} at step {losses.best.step:,} → {last_text}"
     word = WORDS[outcome][state == "running"]

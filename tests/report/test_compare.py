@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.schema import packed_bits
-from extensions.decide import ERROR, compare
-from extensions.report.compare import comparison
+from extensions.decide import ERROR, compare, compare_items, holm, sign_test
+from extensions.report.compare import ONE_SEED, comparison
 from extensions.report.data import RunReader
-from extensions.report.paired import mcnemar, paired_t, sign_test
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
@@ -25,27 +24,36 @@ def test_the_sign_test_is_exact(a, b):
 def test_the_t_test_is_the_usual_one_and_weights_count_as_copies():
     stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
     a, b = rng.normal(size=(2, 24))
-    found = paired_t(a, b)
+    found = compare_items(a, b)
     assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-9)
     assert (found.a, found.b, found.difference) == pytest.approx((a.mean(), b.mean(), b.mean() - a.mean()))
-    assert paired_t(a, b, np.full(24, 512.0))[1:] == pytest.approx(found[1:])
-    weighted = paired_t(a, b, np.arange(1.0, 25.0))
+    assert compare_items(a, b, np.full(24, 512.0))[1:] == pytest.approx(found[1:])
+    weighted = compare_items(a, b, np.arange(1.0, 25.0))
     assert weighted.difference == pytest.approx(np.average(b - a, weights=np.arange(1, 25)))
 
 
 @pytest.mark.parametrize("shift, p", [(0.0, 1.0), (0.5, 0.0)])
 def test_a_constant_difference_is_no_division_by_zero(shift, p):
     a = np.array([1.0, 2.0, 4.0])
-    assert paired_t(a, a + shift).p == p
-    assert paired_t(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
+    assert compare_items(a, a + shift).p == p
+    assert compare_items(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
 
 
 def test_the_error_of_a_difference_of_accuracies_is_that_of_the_paired_differences():
     a, b = np.random.default_rng(0).random((2, 300)) < [[0.5], [0.7]]
-    found, differences = mcnemar(a, b), b.astype(float) - a
+    found, differences = compare_items(a, b), b.astype(float) - a
     assert found.difference == pytest.approx(differences.mean())
     assert found.stderr == pytest.approx(differences.std(ddof=1) / math.sqrt(300))
-    assert mcnemar(a, a)[3:] == (0, 0, 1)
+    assert compare_items(a, a)[3:] == (0, 0, 1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_multiplies_the_smallest_by_all_the_next_by_one_less_and_keeps_the_order(p_values):
+    """By its definition: the rank-th smallest is at least those before it, and (number - rank) times itself."""
+    found, number = holm(p_values), len(p_values)
+    for p, corrected in zip(p_values, found):
+        ranked = sorted(p_values)
+        assert corrected == pytest.approx(min(1.0, max((number - rank) * each for rank, each in enumerate(ranked) if each <= p)))
 
 
 def write_run(folder, settings, metrics, evaluations):
@@ -102,7 +110,7 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
     b = write_run(tmp_path / "b", {}, [{"step": 16, "val_loss": 3.0}], scored(16, right[1]))
     found = comparison([a, b])
     assert found["tests"] == [] and found["refused"] == [
-        f"{title}: a (last at step 24) and b (last at step 16) did not score the same items at the same step, so there is no test"
+        f"{title}: a and b did not score the same items at the same step (last at 24 and 16), so there is no test"
         for title in ("HellaSwag", "validation")]
     row = found["results"][0]
     assert (row["name"], row["better"]) == ("validation loss (last)", None), "no winner between different steps"
@@ -119,9 +127,10 @@ def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     found = comparison(runs)
     assert [cell["value"] for cell in found["results"][0]["cells"]] == [2.5, 2.5, 2.5, None], "at step 10, not at the last finite one"
     assert found["configurations"] == []
-    assert found["refused"] == ["validation: at step 10, scores of nan are NaN or infinite, so there is no test"] * 3
-    assert {test["step"] for test in found["tests"]} == {10} and len(found["tests"]) == 6 + 3
-    assert [each for each in found["sentences"] if each.startswith("One seed")] == found["sentences"], "of more than two runs, a matrix"
+    assert found["refused"] == ["validation: a and nan have NaN or infinite scores at step 10 (nan), so there is no test"]
+    assert [(test["name"], test["a"], test["b"], test["step"]) for test in found["tests"]] == [
+        *(("HellaSwag accuracy", "a", other, 10) for other in ("b", "c", "nan")), *(("validation loss", "a", other, 10) for other in "bc")]
+    assert found["sentences"] == [test["sentence"] for test in found["tests"]] + [ONE_SEED], "each other run against the first"
 
 
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
@@ -137,6 +146,18 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
     assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: these two models do not differ significantly, a and same: 0.0 ± 0.0 points (p = 1, 1,000 items)"
+
+
+def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):
+    for count, refused in ((1, "1 chat"), (9, "9 chats"), (10, None)):
+        losses = [0.1 * place for place in range(count)]
+        runs = [write_run(tmp_path / f"{name}{count}", {}, [{"step": 5, "val_loss": 1.0}],
+                          [{"step": 5, "name": "validation", "items": "x", "n": count, "kind": "chats", "loss": [each + shift for each in losses], "count": [9] * count}])
+                for name, shift in (("a", 0.0), ("b", 0.5))]
+        found = comparison(runs)
+        assert bool(found["tests"]) == (refused is None)
+        assert found["refused"] == [f"validation: a{count} and b{count} share {refused}, and a verdict needs 10, so there is no test"] * bool(refused)
+        assert ("p < 0.0001, 10 chats" in found["sentences"][0]) == (refused is None) and not any("±" in each for each in found["sentences"][:-1] if refused)
 
 
 @pytest.fixture
@@ -167,7 +188,7 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
     found = comparison(runs)
     assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses]
     for made, values in zip(found["configurations"], losses.values()):
-        assert (made["results"][0]["mean"], made["results"][0]["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
+        assert (made["mean"], made["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
     assert found["tests"] == [], "the unit is a seed, not an item"
     worse, better, unknown = found["sentences"]
     for text, rate in ((worse, 0.2), (better, 0.3)):
@@ -191,5 +212,5 @@ def test_a_failed_run_is_named_and_left_out_of_means(seeded):
     found = comparison(seeded({0.1: [2.0, 2.1, 2.2], 0.2: [2.5, None, 2.7]}))
     assert found["results"][0]["name"] == "validation loss at step 10", "not at step 0, where the failed run ended"
     assert [cell and cell["value"] for cell in found["results"][0]["cells"]] == [2.0, 2.1, 2.2, 2.5, None, 2.7]
-    assert [(made["results"][0]["n"], made["results"][0]["mean"]) for made in found["configurations"]] == [(3, pytest.approx(2.1)), (2, pytest.approx(2.6))]
-    assert found["sentences"][1] == "0.2-1 failed after 0 of 10 steps: the loss is NaN; it is left out of means" and "2 seeds in common" in found["sentences"][0]
+    assert [(made["n"], made["mean"]) for made in found["configurations"]] == [(3, pytest.approx(2.1)), (2, pytest.approx(2.6))]
+    assert found["sentences"][1] == "0.2-1 failed after 0 of 10 steps: the loss is NaN; it counts as the worst, and is left out of means" and "3 seeds in common" in found["sentences"][0]

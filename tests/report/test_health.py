@@ -9,7 +9,7 @@ from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
-from extensions.report.paired import ItemScores, trends
+from extensions.report.items import ItemScores, trends
 
 
 def curves(**values: list[float]) -> dict[str, Curve]:
