@@ -1,14 +1,13 @@
 """The runs of a sweep or a comparison: train.py in new processes, one at a time on each GPU."""
 
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, Optional
@@ -111,10 +110,9 @@ class Fleet:
 
     def train(self, trials: Sequence[Trial], done: int = 0) -> None:
         """Train these runs, one at a time on each GPU; `done` others were trained before."""
-        waiting: queue.SimpleQueue = queue.SimpleQueue()
-        for position, trial in enumerate(trials, 1 + done):
-            waiting.put((f"{position}/{done + len(trials)} {trial.name}", trial))
-        threads = [threading.Thread(target=self.work, args=(waiting, gpu), daemon=True) for gpu in self.gpus]
+        waiting, total = iter([*enumerate(trials, 1 + done)]), done + len(trials)
+        threads = [threading.Thread(target=self.work, args=(waiting, total, gpu), daemon=True)
+                   for gpu in self.gpus]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -130,16 +128,13 @@ class Fleet:
     def goes_on(self) -> bool:
         return self.received is None and {*self.failed.values()} <= FAILED_ALONE
 
-    def work(self, waiting: queue.SimpleQueue, gpu: Optional[str]) -> None:
-        while self.goes_on:
-            try:
-                title, trial = waiting.get_nowait()
-            except queue.Empty:
+    def work(self, waiting: Iterator[tuple[int, Trial]], total: int, gpu: Optional[str]) -> None:
+        for position, trial in waiting:  # which the threads share
+            if not self.goes_on:
                 return
-            workers = len(self.gpus)
-            where, rounds = f" on GPU {gpu}" if gpu else "", (waiting.qsize() + workers) / workers
+            where, rounds = f" on GPU {gpu}" if gpu else "", 1 + (total - position) / len(self.gpus)
             left = f", about {duration(fmean(self.seconds) * rounds)} left" if self.seconds else ""
-            show(f"=== {title}{where}{left}")
+            show(f"=== {position}/{total} {trial.name}{where}{left}")
             started = time.monotonic()
             # A separate session, so that Ctrl-C reaches the run only once, through `stop`.
             process = subprocess.Popen(

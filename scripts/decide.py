@@ -159,14 +159,22 @@ class Comparison:
                                    f"{trial.folder / 'log'}, and run the same command again")
 
     def equalize(self) -> None:
-        """Set the steps of each arm so that all have the tokens, or the time, of the first."""
+        """Set the steps of each arm so that all have the tokens, or the training time, of the first."""
+        if with_epochs := [arm.name for arm in self.arms if arm.config.epochs]:
+            raise SettingsError(f"--equal sets MAX_STEPS, but EPOCHS decides the steps of "
+                                f"{', '.join(with_epochs)}; set MAX_STEPS instead")
         costs = [float(arm.config.total_batch_size) for arm in self.arms]
         if self.args.equal == "seconds":
             watched = {"stop_step": PILOT_STEPS, "log_every": 1, "validate_every": 0, "hellaswag_every": 0}
             pilots = [self.trial(arm, self.first, "pilot", **watched) for arm in self.arms]
-            self.train([pilot for pilot in pilots if not has_ended(pilot)])
-            costs = [median(pilot.reader().curves["step_seconds"].y[PILOT_STEPS // 2:]) for pilot in pilots]
-        steps = [round(self.arms[0].config.max_steps * costs[0] / cost) for cost in costs]
+            if waiting := [pilot for pilot in pilots if not has_ended(pilot)]:
+                self.train(waiting)
+            readers = [pilot.reader() for pilot in pilots]
+            if failed := [run.name for run in readers if run.state()[0] == "failed"]:
+                raise PaddockError(f"{', '.join(failed)} failed, so its time for a step is unknown; compare "
+                                   "with --equal tokens, or without this arm")
+            costs = [median(run.curves["step_seconds"].y[PILOT_STEPS // 2:]) for run in readers]
+        steps = [max(1, round(self.arms[0].config.max_steps * costs[0] / cost)) for cost in costs]
         self.arms = [arm._replace(flags=[*arm.flags, f"--max-steps={count}"])
                      for arm, count in zip(self.arms, steps)]
 
@@ -242,7 +250,8 @@ class Comparison:
         failed = [run.name for runs in self.runs.values() for run in runs
                   if result_of(run, self.judge) is None]
         after += f"; {', '.join(failed)} failed, which counts as the worst" * bool(failed)
-        return f"{self.title}: {text}{unequal(self.runs)}; {after}."
+        costs = unequal(self.runs, has_seconds=self.args.equal == "seconds")
+        return f"{self.title}: {text}{costs}; {after}."
 
     def write(self, seen: Look, text: str) -> None:
         """Write the page: the sentence, the sequence, and the curves of all arms by seed."""
@@ -288,12 +297,13 @@ def result_of(run: RunReader, judge: str) -> Optional[float]:
     return None if math.isnan(value) else value
 
 
-def unequal(runs: dict[str, list[RunReader]]) -> str:
-    """Return by how much tokens and FLOPs of the first seed's runs differ from those of the first arm."""
+def unequal(runs: dict[str, list[RunReader]], has_seconds: bool) -> str:
+    """Return by how much the costs of the first seed's runs differ from those of the first arm."""
     (first, (base, *_)), *others = runs.items()
+    costs = {"tokens": tokens, "FLOPs": flops} | ({"seconds": seconds} if has_seconds else {})
     texts = []
     for name, (run, *_) in others:
-        ratios = {"tokens": ratio_of(run, base, tokens), "FLOPs": ratio_of(run, base, flops)}
+        ratios = {unit: ratio_of(run, base, cost) for unit, cost in costs.items()}
         if parts := [f"{ratio:.2f} times the {unit}" for unit, ratio in ratios.items()
                      if abs(ratio - 1) > ALIKE]:
             texts.append(f"{name} has {' and '.join(parts)} of {first}")
@@ -306,6 +316,11 @@ def ratio_of(run: RunReader, base: RunReader, cost: Callable[[RunReader], float]
 
 def tokens(run: RunReader) -> float:
     return run.max_steps * run.settings["TOTAL_BATCH_SIZE"]
+
+
+def seconds(run: RunReader) -> float:
+    """Return the time of all training steps, without evaluations, saves and starts."""
+    return sum(process.steps_seconds for process in run.processes)
 
 
 def flops(run: RunReader) -> float:
@@ -334,8 +349,8 @@ def read_the_same(runs: dict[str, list[RunReader]]) -> bool:
 def main() -> None:
     args, flags = parse_args()
     arms = list_arms(args, flags)
-    prepared = prepared_once(arms[0].config, arms[0].flags) if args.vary else []
-    Comparison(args, [arm._replace(flags=[*arm.flags, *prepared]) for arm in arms]).run()
+    Comparison(args, [arm._replace(flags=[*arm.flags, *prepared_once(arm.config, arm.flags)])
+                      for arm in arms]).run()
 
 
 if __name__ == "__main__":
