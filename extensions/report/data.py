@@ -148,6 +148,7 @@ SAMPLE_CHARACTERS = 2000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"counted"}
+CONTROL = re.compile(r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 RECENT_LINES = 50  # for the estimate of the remaining time
 
 
@@ -174,6 +175,11 @@ def holder_runs(lock: Path) -> Optional[bool]:
     except OSError:
         pass
     return False
+
+
+def as_words(prompt: str) -> str:
+    """Return a recorded prompt without the names of control tokens, as long as a page shows it."""
+    return CONTROL.sub("\n", prompt).strip("\n")[:SAMPLE_CHARACTERS]
 
 
 class RunReader:
@@ -307,7 +313,7 @@ class RunReader:
             self.bad_steps.append(line)
 
     def _add_samples(self, line: schema.SampleLine) -> None:
-        self.samples.append({"step": line.step, "prompt": line.prompt[:SAMPLE_CHARACTERS],
+        self.samples.append({"step": line.step, "prompt": as_words(line.prompt),
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
     def _add_rollouts(self, line: schema.RolloutLine) -> None:
@@ -316,7 +322,7 @@ class RunReader:
             return
         if self.rollout.get("step") != line.step:
             self.rollout = {"step": line.step, "prompt": "Rewards of answers to the first prompt of a step",
-                            "text": line.prompt[:SAMPLE_CHARACTERS]}
+                            "text": as_words(line.prompt)}
             self.samples.append(self.rollout)
         reward = "failed" if line.reward is None else f"{line.reward:g}"
         self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
@@ -330,7 +336,7 @@ class RunReader:
         for text in line.texts:  # answers to held-out prompts
             reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
             reference = f"\nReference: {text.reference}" * bool(text.reference)
-            self.samples.append({"step": line.step, "prompt": text.prompt[:SAMPLE_CHARACTERS],
+            self.samples.append({"step": line.step, "prompt": as_words(text.prompt),
                                  "text": f"{text.answer}{reward}{reference}"[:SAMPLE_CHARACTERS]})
         for trend in self.trends.values() if scores else ():
             trend.add(scores)
