@@ -205,12 +205,6 @@ def show(*lines: str) -> None:
         print("\n".join(decorated(printable(line), sys.stdout) for line in lines), flush=True)
 
 
-def show_part(text: str) -> None:
-    if sys.stdout.isatty():
-        text = "\n".join(map(printable, text.split("\n")))
-    print(text.encode(errors="replace").decode(), end="", flush=True)
-
-
 def _redirect_to_devnull(stream: TextIO) -> None:
     with suppress(OSError, ValueError):  # a stream without a file descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -280,8 +274,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{('es' if noun.endswith(('ch', 's')) else 's') * (number != 1)}"
 
 
+def percent(share: float, places: int = 1) -> str:
+    return f"{100 * share:.{places}f} %"
+
+
 def duration(seconds: float) -> str:
-    """Return seconds as 5:30, or as 2:05:30 from an hour on."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
+    hours, minutes, seconds = (round(seconds) // size for size in (3600, 60, 1))
+    long = f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{hours // 24} d {hours % 24:02} h"
+    return long if hours else f"{minutes} min {seconds % 60:02} s" if minutes else f"{seconds} s"

@@ -21,7 +21,7 @@ import model_utils
 from checkpoint.model_json import hub_model, read_model_config, read_model_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
-from common.text import command, counted, print_safely, show, status_line
+from common.text import command, counted, duration, print_safely, show, status_line
 from config import SAMPLE, Config, rules
 from dataloaders import cache_of
 from extensions import cost
@@ -29,7 +29,6 @@ from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
 from extensions.profile import PEAK_TFLOPS, peak_flops
 from extensions.report import console
-from extensions.report.health import time_text
 from extensions.settings import prompts_to_answer, reward_terms
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
@@ -457,7 +456,7 @@ class Check:
                 return " to ".join(dict.fromkeys(map(form, values)))  # once, if they are printed alike
 
             speeds = span("{:,.0f}".format, (config.total_batch_size / each for each in reversed(seconds)))
-            times = span(time_text, (config.max_steps * each for each in seconds))
+            times = span(duration, (config.max_steps * each for each in seconds))
             hours = span("{:,.1f}".format, (config.max_steps * each * config.world_size / 3600
                                             for each in seconds))
             hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
@@ -496,7 +495,7 @@ class Check:
         if why:
             return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls, "
                                       f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes at "
-                                      f"least about {time_text(config.max_steps * at_best)}", "warn")
+                                      f"least about {duration(config.max_steps * at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""

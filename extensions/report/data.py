@@ -20,11 +20,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted, setting_text
+from common.text import PROGRAM, counted, duration, setting_text
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
-from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
 from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
 from plan.command_line import describe_settings
@@ -410,7 +410,7 @@ class RunReader:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} done"
-            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
+            return "unknown", (f"no sign of life for {duration(silent)} after {done}; it may still be "
                                "running on another machine")
         if step >= max_steps and (reason == "finished" or reason is None and max_steps > 0):
             return "finished", f"finished after {done}"

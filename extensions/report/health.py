@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from common.text import counted
+from common.text import counted, duration
 from extensions.decide import ERROR, FEWEST, difference_text, sign_test
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
@@ -15,7 +15,6 @@ from extensions.report.items import Trend
 from extensions.report.numbers import number_text
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
-UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 # By outcome, for a run that ended and for one that is running.
 WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learning"),
          "few": ("Too few to tell", "Too few to tell"),
@@ -38,15 +37,6 @@ LOSS = Headline("val_loss", "train_loss", "Validation loss", "training loss")
 HEADLINES = {"grpo": Headline("val_reward", "reward", "Held-out reward", "training reward", higher=True),
              "dpo": Headline("val_reward_accuracy", "reward_accuracy", "Held-out preference accuracy",
                              "training preference accuracy", higher=True, percent=True)}
-
-
-def time_text(seconds: float) -> str:
-    """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
-    seconds = round(seconds)
-    index = next((index for index, (_, size) in enumerate(UNITS) if seconds >= size), 3)
-    unit, size = UNITS[index]
-    smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[index + 1:index + 2]]
-    return " ".join([f"{int(seconds // size)} {unit}", *smaller])
 
 
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
@@ -125,7 +115,7 @@ def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag:
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],
                         learned: bool = True) -> Finding:
     """Return the number of alarms of each kind and the time lost to interruptions."""
-    downtime = time_text(sum(each["downtime_seconds"] for each in interruptions))
+    downtime = duration(sum(each["downtime_seconds"] for each in interruptions))
     number = len(interruptions)
     restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
     restarted = f", {restarts} {RESTARTED}" * bool(restarts)
