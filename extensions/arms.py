@@ -101,7 +101,7 @@ class Fleet:
 
     def __init__(self, gpus: Sequence[Optional[str]], quiet: bool = False):
         self.gpus, self.quiet = gpus, quiet or len(gpus) > 1
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: list[subprocess.Popen] = []
         self.failed: dict[str, int] = {}
         self.received: Optional[int] = None  # a stop signal
         self.seconds: list[float] = []
@@ -121,16 +121,12 @@ class Fleet:
 
     def stop(self, received: int, frame) -> None:
         self.received = received
-        for process in [*self.processes.values()]:
+        for process in self.processes:  # those that have ended get no signal
             process.send_signal(signal.SIGTERM)
-
-    @property
-    def goes_on(self) -> bool:
-        return self.received is None and {*self.failed.values()} <= FAILED_ALONE
 
     def work(self, waiting: Iterator[tuple[int, Trial]], total: int, gpu: Optional[str]) -> None:
         for position, trial in waiting:  # which the threads share
-            if not self.goes_on:
+            if self.received is not None or not {*self.failed.values()} <= FAILED_ALONE:
                 return
             where, rounds = f" on GPU {gpu}" if gpu else "", 1 + (total - position) / len(self.gpus)
             left = f", about {duration(fmean(self.seconds) * rounds)} left" if self.seconds else ""
@@ -141,14 +137,13 @@ class Fleet:
                 [sys.executable, str(ROOT / "train.py"), *trial.flags], start_new_session=True,
                 env=os.environ | ({VISIBLE: gpu} if gpu else {}),
                 stdout=subprocess.DEVNULL if self.quiet else None)
-            self.processes[trial.name] = process
+            self.processes.append(process)
             if self.received is not None:
                 process.send_signal(signal.SIGTERM)
             code = process.wait()
-            del self.processes[trial.name]
             self.seconds.append(time.monotonic() - started)
-            if code == EXIT_PREEMPTED and self.received is None:
-                self.received = signal.SIGTERM  # the run itself was stopped
-            elif code and code != EXIT_PREEMPTED:
+            if code == EXIT_PREEMPTED:
+                self.received = self.received or signal.SIGTERM  # the run itself was stopped
+            elif code:
                 self.failed[trial.name] = code
                 show(f"{trial.name} failed with exit code {code}; see {trial.folder / 'log'}")

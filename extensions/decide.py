@@ -139,21 +139,27 @@ def look(results: Mapping[str, Sequence[float]], lower: bool, error: float, marg
     return Look(seeds, left, verdicts, is_over)
 
 
+def size_text(difference: float, error: float, percent: bool) -> str:
+    """Return the size of a difference with its error: 0.0123 ± 0.0045, or 1.2 ± 0.3 points."""
+    factor, places, unit = (100, 1, " points") if percent else (1, 4, "")
+    spread = f" ± {factor * error:.{places}f}" * (error > 0)
+    return f"{factor * abs(difference):.{places}f}{spread}{unit}"
+
+
 def sentence(a: str, b: str, verdict: Verdict, lower: bool, percent: bool = False) -> str:
     """Return which of two recipes is better, or what is known of their difference."""
-    factor, places, unit = (100, 1, " points") if percent else (1, 4, "")
-    difference, half = factor * verdict.difference, factor * verdict.half
-    interval = ""
-    if math.isfinite(half):
-        ends = f"{difference - half:+.{places}f} and {difference + half:+.{places}f}"
-        interval = f"{b} minus {a} is between {ends}{unit}"
+    has_mean, factor = math.isfinite(verdict.half), 100 if percent else 1
     if verdict.outcome == "decided":
         better, worse = (b, a) if (verdict.favoured < 0) == lower else (a, b)
-        size = f" by {abs(difference):.{places}f} ± {half:.{places}f}{unit}" if interval else ""
-        return f"{better} is better than {worse}{size}"
+        size = size_text(verdict.difference, verdict.half, percent)
+        return f"{better} is better than {worse}" + f" by {size}" * has_mean
+    said = f"undecided between {a} and {b}"
     if verdict.outcome == "margin":
-        return f"{a} and {b} have no difference that matters: {interval}"
-    return f"undecided between {a} and {b}{interval and f': {interval}'}"
+        said = f"{a} and {b} have no difference that matters"
+    low, high = (f"{factor * (verdict.difference + end):+.{1 if percent else 4}f}"
+                 for end in (-verdict.half, verdict.half))
+    return said + f": {b} minus {a} is between {low} and {high}{' points' * percent}" * has_mean
+
 
 # -------------------------------------------------------------------------------------------------- items
 

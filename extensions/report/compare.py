@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from common.text import PROGRAM, counted, setting_text
 from extensions import decide
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader
-from extensions.report.items import read_item_scores
+from extensions.report.items import ItemScores, read_item_scores
 from extensions.report.numbers import is_share
 from plan.command_line import describe_settings
 
@@ -24,15 +24,6 @@ ONE_SEED = ("One seed each: this compares models, not recipes. With other seeds,
             f"{PROGRAM} decide compares recipes.")
 
 
-class Metric(NamedTuple):
-    """A metric with one score per item."""
-
-    label: str  # follows the name of the evaluation
-    items: str  # plural noun for the scored items
-    percent: bool = True  # print values in percentage points
-    lower: bool = False  # lower values are better
-
-
 # Settings of how a run is watched, kept and repeated do not change what it is.
 WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT",
            "PREPARATION_WORKERS", "STOP_STEP", "VERIFY_DATA",
@@ -40,12 +31,10 @@ WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT",
              and line.section.startswith(("Evaluation", "Checkpoint", "Log", "Extension")))}
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
-METRICS = {"correct": Metric("accuracy", "items"),
-           "correct_norm": Metric("length-normalized accuracy", "items"),
-           "loss": Metric("loss", "items", percent=False, lower=True),
-           "preferred": Metric("preference accuracy", "items"),
-           "reward": Metric("reward", "prompts", percent=False),
-           "exact": Metric("exact match", "chats"), "rouge_l": Metric("ROUGE-L", "chats")}
+# Metrics with a score for each item, and what follows the evaluation's name in their titles.
+METRICS = {"correct": "accuracy", "correct_norm": "length-normalized accuracy", "loss": "loss",
+           "preferred": "preference accuracy", "reward": "reward", "exact": "exact match",
+           "rouge_l": "ROUGE-L"}
 
 
 def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
@@ -181,7 +170,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
     first, *others = [{(line.step, line.name, line.items): line
                        for line in read_item_scores(run.folder / "evaluations.jsonl")} for run in runs]
     refused, unlike, titles = [], set(), {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
-    families: dict[tuple[str, Metric], list[tuple[str, int, decide.Paired]]] = {}
+    families: dict[str, list[tuple[str, ItemScores, decide.Paired]]] = {}
     for run, lines in zip(runs[1:], others):
         names = (runs[0].name, run.name)
         for name in sorted({name for _, name, _ in first} & {name for _, name, _ in lines}):
@@ -200,32 +189,27 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
                 items = counted(a.number, a.kind.removesuffix("s"))
                 reason = f"share {items}, and a verdict needs {decide.FEWEST}"
             else:
-                for metric, kind in METRICS.items():
-                    if metric in a.scores and metric in b.scores:
-                        kind = kind._replace(items=a.kind) if name == VALIDATION else kind
-                        test = decide.compare_items(a.scores[metric], b.scores[metric], a.scores.get("count"))
-                        family = families.setdefault((f"{title} {kind.label}", kind), [])
-                        family.append((run.name, last[0], test))
+                for metric in (each for each in METRICS if each in a.scores and each in b.scores):
+                    test = decide.compare_items(a.scores[metric], b.scores[metric], a.scores.get("count"))
+                    families.setdefault(f"{title} {METRICS[metric]}", []).append((run.name, a, test))
                 continue
             refused.append(f"{title}: {names[0]} and {names[1]} {reason}, so there is no test")
-    made = [test for (label, kind), family in families.items()
-            for test in corrected(label, kind, runs[0].name, family)]
+    made = [test for label in sorted(families, key=is_share)  # losses first
+            for test in corrected(label, runs[0].name, families[label])]
     return made, refused, unlike
 
 
-def corrected(label: str, kind: Metric, a: str, family: list[tuple[str, int, decide.Paired]]
+def corrected(label: str, a: str, family: list[tuple[str, ItemScores, decide.Paired]]
               ) -> Iterator[dict[str, Any]]:
-    """Yield the tests (b, step, test) of a metric against the run `a` for the page's data."""
-    for (b, step, test), corrected_p in zip(family, decide.holm([test.p for *_, test in family])):
-        factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
-        size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
-        p = f"p = {corrected_p:.2g}" if corrected_p >= 1e-4 else "p < 0.0001"
+    """Yield the tests (b, scores, test) of a metric against the run `a` for the page's data."""
+    for (b, scores, test), p in zip(family, decide.holm([test.p for *_, test in family])):
+        size = decide.size_text(test.difference, test.stderr, is_share(label))
         better, result = None, f"these two models do not differ significantly, {a} and {b}: {size}"
-        if corrected_p < decide.ERROR:
-            better = "b" if (test.difference < 0) == kind.lower else "a"
+        if p < decide.ERROR:
+            better = "b" if (test.difference < 0) == label.endswith("loss") else "a"
             names = (b, a) if better == "b" else (a, b)
             result = "of these two models, {} is better than {} by {}".format(*names, size)
-        yield {"name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a,
-               "b_value": test.b, "difference": test.difference, "stderr": test.stderr, "p": corrected_p,
-               "better": better,
-               "sentence": f"{label} at step {step:,}: {result} ({p}, {test.n:,} {kind.items})"}
+        tested = f"{f'p = {p:.2g}' if p >= 1e-4 else 'p < 0.0001'}, {test.n:,} {scores.kind}"
+        yield {"name": label, "a": a, "b": b, "step": scores.step, "n": test.n, "a_value": test.a,
+               "b_value": test.b, "difference": test.difference, "stderr": test.stderr, "p": p,
+               "better": better, "sentence": f"{label} at step {scores.step:,}: {result} ({tested})"}

@@ -51,7 +51,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         return
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     curve, trend, label = curves[measured[0]], trends.get(measured[0]), main.title.lower()
-    first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.change()
+    first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.against(trend.first)
     margin, proof = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)"
     if measured[0] == main.training:
         label, last = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item()

@@ -94,16 +94,13 @@ class Trend:
         """Test the values of b against those of a."""
         return compare_items(*(each.scores[self.metric] for each in (a, b)), b.scores.get("count"))
 
-    def change(self) -> Optional[Paired]:
-        """Return the test of the last evaluation against the first; None without two, or a single item."""
-        if self.first is self.last or self.last.number < 2:
-            return None
-        return self.compare(self.first, self.last)
+    def against(self, earlier: Optional[ItemScores]) -> Optional[Paired]:
+        """Return the test of the last evaluation; None against itself, or for too few items."""
+        few = earlier is self.last or self.last.number < FEWEST
+        return None if few else self.compare(earlier, self.last)
 
     def rise(self) -> Optional[Paired]:
         """Return the test against the best, if the last is significantly and by 1 % worse; else None."""
-        if self.best is self.last or self.last.number < FEWEST:
-            return None
-        test = self.compare(self.best, self.last)
-        is_clear = self.sign * test.difference > NOT_TRIVIAL * abs(test.a)
-        return test if is_clear and test.p < ERROR else None
+        test = self.against(self.best)
+        is_clear = test and self.sign * test.difference > NOT_TRIVIAL * abs(test.a) and test.p < ERROR
+        return test if is_clear else None

@@ -94,12 +94,12 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}, {"value": 2.0, "stderr": 0.1, "step": 10, "is_better": True}]
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
     assert rows["stories accuracy at step 10"][0] == {"value": 0.5, "stderr": None, "step": 10}
-    accuracy, loss = found["tests"]
+    loss, accuracy = found["tests"]
     assert accuracy["sentence"] == "stories accuracy at step 10: of these two models, b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
     assert loss["sentence"].startswith("validation loss at step 10: of these two models, b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
-    assert found["sentences"][:2] == [accuracy["sentence"], loss["sentence"]] and found["sentences"][2].startswith("One seed each: this compares models, not recipes")
+    assert found["sentences"][:2] == [loss["sentence"], accuracy["sentence"]] and found["sentences"][2].startswith("One seed each: this compares models, not recipes")
     marked = [(row["name"], [bool(cell and cell.get("is_better")) for cell in row["cells"]]) for row in found["results"]
               if any(cell and cell.get("is_better") for cell in row["cells"])]
     assert marked == [("validation loss at step 10", [False, True]), ("stories accuracy at step 10", [False, True])], "bold only where a test says so"
@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     assert found["configurations"] == []
     assert found["refused"] == ["validation: a and nan have NaN or infinite scores at step 10 (nan), so there is no test"]
     assert [(test["name"], test["a"], test["b"], test["step"]) for test in found["tests"]] == [
-        *(("HellaSwag accuracy", "a", other, 10) for other in ("b", "c", "nan")), *(("validation loss", "a", other, 10) for other in "bc")]
+        *(("validation loss", "a", other, 10) for other in "bc"), *(("HellaSwag accuracy", "a", other, 10) for other in ("b", "c", "nan"))]
     assert found["sentences"] == [test["sentence"] for test in found["tests"]] + [ONE_SEED], "each other run against the first"
 
 
@@ -145,7 +145,9 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     for runs, better in ((losses[:2], ["lower", "lower", "higher", "higher", "higher"]), (losses[1:], [None] * 4 + ["higher"])):
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: these two models do not differ significantly, a and same: 0.0 ± 0.0 points (p = 1, 1,000 items)"
+    assert [test["sentence"] for test in tests] == [
+        f"{label} at step 10: these two models do not differ significantly, a and same: {size} (p = 1, {items} items)"
+        for label, size, items in (("validation loss", "0.0000", "16"), ("HellaSwag accuracy", "0.0 points", "1,000"))]
 
 
 def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):

@@ -359,7 +359,6 @@ function comparison() {
   if (!report.comparison) return [];
   const {settings: differing, results, refused, configurations = []} = report.comparison;
   const names = report.runs.map(named);
-  const list = (each) => h("ul", {class: "tests"}, each.map((sentence) => h("li", {}, sentence)));
   const how = {places: placesOf([configurations[0]?.mean ?? 1])};
   const overSeeds = configurations.map(({name, runs, n, mean, stderr}) =>
     [name, n === runs.length ? whole(n) : `${whole(n)} of ${whole(runs.length)}`,
@@ -372,7 +371,8 @@ function comparison() {
   return [box(
     overSeeds.length > 0 && table("Over seeds, ± standard error",
       ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
-    refused.length > 0 && h("details", {open: !isMany()}, h("summary", {}, "Runs without a test"), list(refused)),
+    refused.length > 0 && h("details", {open: !isMany()}, h("summary", {}, "Runs without a test"),
+      h("ul", {class: "tests"}, refused.map((sentence) => h("li", {}, sentence)))),
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
