@@ -67,6 +67,7 @@ LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made f
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
+RECITING_PASSES, RECITING = 8, 1000  # passes, and those times the trained parameters for each target
 MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
@@ -181,6 +182,8 @@ class StepPlan(NamedTuple):
     """The cost of a step of all ranks, and the size of a checkpoint."""
 
     parameters: int
+    trained: int  # of them, or of adapters
+    targets: float
     needed: float  # FLOPs, without padding and recomputation
     computed: float  # FLOPs
     checkpoint_bytes: int  # weights or adapters, and their optimizer state
@@ -416,6 +419,11 @@ class Check:
             self.line("length", f"the run reads the data{source} {passes:,.0f} times, but more than about "
                                 f"{most_passes} passes help little: use more data, or set "
                                 f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE", "warn")
+        per_target = plan.trained * passes / (config.max_steps * plan.targets)  # of the different targets
+        if config.training_stage in ("pretrain", "sft") and passes >= RECITING_PASSES and (
+                per_target * passes >= RECITING):
+            self.line("length", f"expect it to recite: it trains {per_target:,.0f} parameters for each target"
+                                f", and sees that {passes:,.0f} times", "warn")
 
     def report_memory(self, config: Config, vocab_size: int) -> None:
         """Print the memory forecast. If it exceeds the device's memory, raise SettingsError."""
@@ -534,7 +542,8 @@ def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size:
     stored = cost.weight_bytes(config) * trained
     stored += cost.state_bytes(config) * cost.moment_count(config, trained)
     exchange = sum(each.seconds for each in cost.exchanged(config, vocab_size))
-    return StepPlan(cost.parameter_count(config, vocab_size), needed, computed, stored, exchange), described
+    parameters, targets = cost.parameter_count(config, vocab_size), work.targets * config.rows_per_step / rows
+    return StepPlan(parameters, trained, targets, needed, computed, stored, exchange), described
 
 
 def planned_peak(config: Config) -> tuple[Optional[float], str]:

@@ -118,8 +118,8 @@ def main() -> None:
     if fleet.received is not None:
         show("Stopped. Run the same command again to resume.")
         raise SystemExit(EXIT_PREEMPTED)
-    if finished := [trial for trial in trials if trial.is_finished()]:
-        show_table(finished)
+    if begun := [trial for trial in trials if trial.reader()]:  # failed ones are named
+        show_table(begun)
     if fleet.failed:
         codes = ", ".join(f"{name} (exit code {code})" for name, code in fleet.failed.items())
         raise PaddockError(f"{len(fleet.failed)} of {counted(len(trials), 'run')} failed: {codes}")
