@@ -41,7 +41,7 @@ from extensions.arms import (  # noqa: E402
 )
 from extensions.cost import forward_flops  # noqa: E402
 from extensions.decide import ERROR, Look, differences_of, evidence, fewest_pairs, look, sentence  # noqa: E402
-from extensions.report.compare import titles  # noqa: E402
+from extensions.report.compare import are_unlike, titles  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.numbers import is_share  # noqa: E402
 from extensions.report.page import Report, render  # noqa: E402
@@ -216,6 +216,9 @@ class Comparison:
         if self.judge not in known:
             raise SettingsError(f"--judge {self.judge}: the runs have no such result; choose among "
                                 f"{', '.join(known)}")
+        if are_unlike([runs[0] for runs in self.runs.values()], self.judge):
+            raise SettingsError(f"--judge {self.judge}: the arms were evaluated on different items; set the "
+                                "same VALIDATION_DATA_PATH for all, and choose another --name")
         self.title, better = known[self.judge]
         self.lower = better == "lower"
 
@@ -338,12 +341,22 @@ def ledger(run: RunReader) -> list[dict[str, Any]]:
 
 
 def read_the_same(runs: dict[str, list[RunReader]]) -> bool:
-    """Return whether the arms read the same rows in every step that they took with the same seed."""
+    """Return whether the arms read the same rows, of the same data, in every step with the same seed."""
     for of_seed in zip(*runs.values()):
-        rows = [[line["rows_crc32"] for line in ledger(run)] for run in of_seed]
-        if any(each != rows[0] for each in rows):
+        read = [(data_of(run), [line["rows_crc32"] for line in ledger(run)]) for run in of_seed]
+        if read[0][0] is None or any(each != read[0] for each in read):
             return False
     return True
+
+
+def data_of(run: RunReader) -> Optional[dict[str, Any]]:
+    """Return the hashes of data and tokenizer, and a row's length; None if no checkpoint has them."""
+    saved = run.newest_checkpoint()
+    if saved is None:
+        return None
+    identity = read_json(saved / "trainer_state.json")["identity"]
+    paths = {name: value for name, value in identity.items() if name.endswith("_PATH")}
+    return paths | {"MAX_SEQ_LEN": run.settings.get("MAX_SEQ_LEN")}
 
 
 def main() -> None:

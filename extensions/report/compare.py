@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from statistics import fmean, stdev
 from typing import Any, Optional
 
@@ -51,9 +51,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     configurations, sentences = by_configuration(runs, rows)
     paired, refused = [], []
     if not configurations and len(runs) <= MOST_TESTED:
-        paired, refused, unlike = tests(runs)
-        for row in rows:  # on other items, a lower loss is not a better one
-            row["better"] = None if row["items"] in unlike else row["better"]
+        paired, refused = tests(runs)
         sentences = [test["sentence"] for test in paired]
         sentences.append(ONE_SEED if paired else "No items of the same evaluation say which run is better.")
         for test, row in product(paired if len(runs) == 2 else (), rows):
@@ -107,7 +105,7 @@ def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, flo
         yield f"the same settings, {len(values)} seeds: they span {span or 'nothing, as all failed'}"
         return
     if row["better"] is None:
-        yield "there is no common step, so there is no verdict"
+        yield "there is no common step, or no common items, so there is no verdict"
         return
     fewest = decide.fewest_pairs(error := decide.ERROR / (len(configurations) - 1))
     for place in range(1, len(configurations)):
@@ -151,25 +149,29 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
         if name == main.curve:
             best = [curve.best(main.higher) for curve in curves]
             rows.append((f"{label} (best)", better, [each and each[1] for each in best]))
-        has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
-        is_by_data = name.startswith(("val_", "train_")) and not (
-            name == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
-        items = VALIDATION if is_by_data else name.removesuffix("_norm").removesuffix("_acc")
+        is_unlike = are_unlike(runs, name)
         for title, direction, steps in rows:  # a value of None is not finite
             cells = [None if step is None else
                      {"value": curve.at(step), "stderr": error.at(step), "step": step}
                      for step, curve, error in zip(steps, curves, errors)]
-            yield {"name": title, "better": direction, "cells": cells, "items": items}
+            yield {"name": title, "better": None if is_unlike else direction, "cells": cells}
 
 
-def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Return paired tests of each other run against the first, and which evaluations have none.
+def are_unlike(runs: list[RunReader], result: str) -> bool:
+    """Return whether two runs have no items in common for a result: a lower loss is not a better one then."""
+    has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
+    is_by_data = result.startswith(("val_", "train_")) and not (
+        result == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
+    evaluation = VALIDATION if is_by_data else result.removesuffix("_norm").removesuffix("_acc")
+    items = [run.items[evaluation] for run in runs if evaluation in run.items]
+    return any(a.isdisjoint(b) for a, b in combinations(items, 2))
 
-    Last come the names of evaluations for which two runs have no items in common.
-    """
+
+def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return paired tests of each other run against the first, and why evaluations have none."""
     first, *others = [{(line.step, line.name, line.items): line
                        for line in read_item_scores(run.folder / "evaluations.jsonl")} for run in runs]
-    refused, unlike, titles = [], set(), {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
+    refused, titles = [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
     families: dict[str, list[tuple[str, ItemScores, decide.Paired]]] = {}
     for run, lines in zip(runs[1:], others):
         names = (runs[0].name, run.name)
@@ -178,7 +180,6 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
             last, title = max(keys[0] & keys[1], default=None), titles.get(name, name)
             a, b = first.get(last), lines.get(last)
             if {items for *_, items in keys[0]}.isdisjoint(items for *_, items in keys[1]):
-                unlike.add(name)
                 reason = "scored different items"
             elif last is None:
                 steps = " and ".join(f"{max(each)[0]:,}" for each in keys)
@@ -196,7 +197,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
             refused.append(f"{title}: {names[0]} and {names[1]} {reason}, so there is no test")
     made = [test for label in sorted(families, key=is_share)  # losses first
             for test in corrected(label, runs[0].name, families[label])]
-    return made, refused, unlike
+    return made, refused
 
 
 def corrected(label: str, a: str, family: list[tuple[str, ItemScores, decide.Paired]]

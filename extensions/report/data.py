@@ -223,6 +223,7 @@ class RunReader:
         self.rollout: dict[str, Any] = {}  # the newest, one of the samples
         # evaluations.jsonl
         self.trends = trends()
+        self.items: dict[str, set[str]] = {}  # hashes of the items of each evaluation
         self.not_finite: list[dict[str, Any]] = []  # alarms
 
     def read(self) -> None:
@@ -329,6 +330,7 @@ class RunReader:
 
     def _add_evaluations(self, line: schema.EvaluationLine) -> None:
         scores = item_scores(line.model_dump())
+        self.items.setdefault(line.name, set()).add(line.items)
         self.logs["evaluations"].invalid += scores is None
         if scores and scores.not_finite:
             text = f"the scores of {scores.not_finite:,} of {line.n:,} {scores.kind} are NaN or infinite"

@@ -142,6 +142,8 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     losses = [write_run(tmp_path / f"loss-{items}", {}, [{"step": 10, "val_loss": 2.0, "hellaswag_acc": 0.5, "hellaswag_acc_norm": 0.5, "tokens_per_second": 9.0}],
                         scored(10, right[0], items=items)) for items in ("abc", "abc ", "def")]
     (losses[1].folder / "evaluations.jsonl").write_text((losses[0].folder / "evaluations.jsonl").read_text())
+    losses[1] = RunReader(losses[1].folder, losses[1].name)
+    losses[1].read()
     for runs, better in ((losses[:2], ["lower", "lower", "higher", "higher", "higher"]), (losses[1:], [None] * 4 + ["higher"])):
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
@@ -202,6 +204,17 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
     assert comparison(runs[::8])["configurations"] == [], "no two runs differ only in their seeds"
     assert comparison(runs[:3] + runs[8:11])["sentences"] == [
         "validation loss at step 10: undecided between LEARNING_RATE=0.1 and LEARNING_RATE=0.2 (3 seeds in common; 6 or more can decide)"]
+
+
+def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
+    """Two data sets, each with its own held-out part."""
+    runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8})
+    for run in runs:
+        run.items = {"validation": {str(run.settings["LEARNING_RATE"])}}
+    assert comparison(runs)["sentences"] == ["validation loss at step 10: there is no common step, or no common items, so there is no verdict"]
+    for run in runs:
+        run.items = {"validation": {"same", run.name}}
+    assert "LEARNING_RATE=0.2 is better than LEARNING_RATE=0.1" in comparison(runs)["sentences"][0]
 
 
 def test_two_seeds_of_one_recipe_are_not_tested(seeded):

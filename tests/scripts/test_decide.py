@@ -84,9 +84,12 @@ def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
     assert not run.output_dir.exists()
 
 
-def fake_run(folder, loss, reason="finished", settings=(), rows="same", step_seconds=(0.5,)):
+def fake_run(folder, loss, reason="finished", settings=(), rows="same", data="one", items="one", step_seconds=(0.5,)):
     """A run of two steps that ended with this loss, or failed; or of a step for each of these times."""
-    folder.mkdir(parents=True)
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"identity": {"PRETRAIN_DATA_PATH": data, "HIDDEN_DIM": len(folder.name)}}))
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 0, "name": "validation", "items": items, "n": 1, "loss": [1.0], "count": [1]}) + "\n")
     steps = max(2, len(step_seconds)) if reason != "loss is NaN" else 1
     (folder / "config.json").write_text(json.dumps({"TRAINING_STAGE": "pretrain", "MAX_STEPS": 2, "TOTAL_BATCH_SIZE": 64, **dict(settings)}))
     timed = [{"step": step, "step_seconds": each, "time": 1.0} for step, each in enumerate(step_seconds, 1 + steps - len(step_seconds))]
@@ -137,6 +140,11 @@ def test_the_sentence_says_what_the_runs_say(compared):
     alike = compared({"a": [2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001], "b": [2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0]},
                      margin=0.01, b={"rows": "others"})["sentences"]
     assert "a and b have no difference that matters: b minus a is between -0.0" in alike[0] and len(alike) == 1, "other rows are not called the same"
+    other_data = compared({"a": [2.0], "b": [2.1]}, pairs=1, b={"data": "other"})["sentences"]
+    longer = compared({"a": [2.0], "b": [2.1]}, pairs=1, b={"settings": {"MAX_SEQ_LEN": 64}})["sentences"]
+    assert len(other_data) == len(longer) == 1, "equal numbers of rows in other data are not the same rows"
+    with pytest.raises(SettingsError, match="--judge val_loss: the arms were evaluated on different items; set the same VALIDATION_DATA_PATH"):
+        compared({"a": [2.0], "b": [2.1]}, b={"data": "other", "items": "other"})
     with pytest.raises(SettingsError, match="--judge accuracy.*val_loss"):
         compared({"a": [2.0], "b": [2.1]}, judge="accuracy")
     undecided = compared({"a": [2.0, 2.0], "b": [2.1, 1.9]}, pairs=2)["sentences"][0]
