@@ -142,7 +142,7 @@ def look(results: Mapping[str, Sequence[float]], lower: bool, error: float, marg
 def size_text(difference: float, error: float, percent: bool) -> str:
     """Return the size of a difference with its error: 0.0123 ± 0.0045, or 1.2 ± 0.3 points."""
     factor, places, unit = (100, 1, " points") if percent else (1, 4, "")
-    spread = f" ± {factor * error:.{places}f}" * (error > 0)
+    spread = f" ± {factor * error:.{places}f}" * (factor * error >= 0.5 * 10 ** -places)  # else, zeros
     return f"{factor * abs(difference):.{places}f}{spread}{unit}"
 
 

@@ -132,16 +132,21 @@ def titles(runs: list[RunReader]) -> dict[str, tuple[str, str]]:
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each result at the last step that all runs share, else at each run's last step."""
+    """Yield a row for each result at the last step that all runs share, else at each run's last step.
+
+    The first step says nothing of a run. Last steps are compared where all runs are finished.
+    """
     all_failed, main = all(map(has_failed, runs)), runs[0].main
+    are_finished = all(run.state()[0] == "finished" for run in runs)
     for name, (label, better) in titles(runs).items():
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
         # A run that failed does not shorten the others.
         steps = [{*curve.x} for run, curve in zip(runs, curves)
                  if curve.newest and (all_failed or not has_failed(run))]
-        shared = set.intersection(*steps) if steps else set()
-        rows = [(f"{label} (last)", None, [curve.newest and curve.newest[1] for curve in curves])]
+        shared = set.intersection(*steps) - {0} if steps else set()
+        rows = [(f"{label} (last)", better if are_finished else None,
+                 [curve.newest and curve.newest[1] for curve in curves])]
         if shared:
             last = int(max(shared))
             rows = [(f"{label} at step {last:,}", better, [last if last in curve.x else None

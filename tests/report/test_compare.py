@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -167,14 +168,15 @@ def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):
 @pytest.fixture
 def seeded(tmp_path):
     """Write runs: losses by learning rate and seed; None is a run that failed at step 0."""
-    def write(losses):
+    def write(losses, last=MappingProxyType({})):
         runs = []
         for rate, values in losses.items():
+            steps = last.get(rate, 10)
             for seed, loss in enumerate(values):
                 name = f"{rate}-{seed}"
-                settings = {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": name, "MAX_STEPS": 10}
+                settings = {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": name, "MAX_STEPS": steps}
                 metrics = [{"step": 0, "val_loss": 3.0, "time": 1.0}]
-                metrics += [{"step": 10, "val_loss": loss, "time": 2.0}] * (loss is not None)
+                metrics += [{"step": steps, "val_loss": loss, "time": 2.0}] * (loss is not None)
                 run = write_run(tmp_path / name, settings, metrics, [])
                 end = {"time": 3.0, "step": metrics[-1]["step"], "event": "end", "reason": "finished" if loss is not None else "the loss is NaN"}
                 (run.folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ({"time": 0.0, "step": 0, "event": "start"}, end)))
@@ -204,6 +206,18 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
     assert comparison(runs[::8])["configurations"] == [], "no two runs differ only in their seeds"
     assert comparison(runs[:3] + runs[8:11])["sentences"] == [
         "validation loss at step 10: undecided between LEARNING_RATE=0.1 and LEARNING_RATE=0.2 (3 seeds in common; 6 or more can decide)"]
+
+
+def test_finished_runs_of_other_lengths_are_compared_at_their_ends_and_not_at_the_first_step(seeded):
+    """Recipes may differ in MAX_STEPS."""
+    runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8}, last={0.2: 7})
+    assert comparison(runs)["sentences"][0].startswith("validation loss (last): LEARNING_RATE=0.2, MAX_STEPS=7 is better than LEARNING_RATE=0.1, MAX_STEPS=10")
+    with (runs[0].folder / "events.jsonl").open("a") as events:
+        events.write("".join(json.dumps({"time": 4.0, "step": 10, **each}) + "\n" for each in (
+            {"event": "start"}, {"event": "end", "reason": "stopped by a signal"})))
+    begun = RunReader(runs[0].folder, "begun")
+    begun.read()
+    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): there is no common step, or no common items, so there is no verdict"]
 
 
 def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
