@@ -205,6 +205,12 @@ def show(*lines: str) -> None:
         print("\n".join(decorated(printable(line), sys.stdout) for line in lines), flush=True)
 
 
+def show_part(text: str) -> None:
+    if sys.stdout.isatty():
+        text = "\n".join(map(printable, text.split("\n")))
+    print(text.encode(errors="replace").decode(), end="", flush=True)
+
+
 def _redirect_to_devnull(stream: TextIO) -> None:
     with suppress(OSError, ValueError):  # a stream without a file descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -248,14 +254,8 @@ def exit_if_unread() -> Iterator[None]:
 
 def once(warn: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that passes its first text on to `warn`, and drops the others."""
-    passed: list[str] = []
-
-    def warn_once(text: str) -> None:
-        if not passed:
-            passed.append(text)
-            warn(text)
-
-    return warn_once
+    waiting = [warn]
+    return lambda text: waiting.pop()(text) if waiting else None
 
 
 def last_line(text: str) -> str:

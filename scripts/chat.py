@@ -28,9 +28,9 @@ from common import interrupts
 from common.command_line import CommandParser, number
 from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.files import disk_errors
-from common.text import DIM, counted, obeys_escapes, paint, print_safely, printable
+from common.text import DIM, counted, obeys_escapes, paint, print_safely, printable, show_part
 from extensions.http_server import KEY_VARIABLE
-from extensions.inference import SEED, TEMPERATURE, add_loading_flags, add_sampling_flags, show_part
+from extensions.inference import SEED, TEMPERATURE, add_loading_flags, add_sampling_flags
 
 ANSWER_SHARE = 4  # a quarter of the context is reserved for an answer
 SEEDS = 2**32

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from common.command_line import CommandParser
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
-from common.text import print_safely
+from common.text import print_safely, show_part
 from data_pipeline.templates import load_chat_format
-from extensions.inference import SEED, add_loading_flags, add_sampling_flags, show_part
+from extensions.inference import SEED, add_loading_flags, add_sampling_flags
 from extensions.inference.engine import Sampling
 from extensions.inference.text import (
     FilePrompt,

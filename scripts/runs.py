@@ -24,7 +24,16 @@ from checkpoint.manifest import read_manifest_bytes  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
-from common.text import PROGRAM, WIDTH, aligned, counted, duration, setting_text, show  # noqa: E402
+from common.text import (  # noqa: E402
+    PROGRAM,
+    WIDTH,
+    aligned,
+    counted,
+    duration,
+    setting_text,
+    show,
+    show_part,
+)
 from config import START_FROM  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.numbers import result_text  # noqa: E402
@@ -163,7 +172,7 @@ def clean(runs: list[Run]) -> None:
     total = f"{counted(len(items), 'folder')} ({size_text(sum(sizes))})"
     if not sys.stdin.isatty():
         return show(f"Nothing was deleted. To delete {total}, run this in a terminal.")
-    print(f"Delete {total}? Type yes: ", end="", flush=True)
+    show_part(f"Delete {total}? Type yes: ")
     if sys.stdin.readline().strip() != "yes":
         return show("Nothing was deleted.")
     kept = [reason for item in items if (reason := delete(item))]

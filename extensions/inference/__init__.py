@@ -1,11 +1,9 @@
 """Text from a model: sampling, batches of requests, streams of text; the flags of commands that generate."""
 
 import argparse
-import sys
 from math import inf
 
 from common.command_line import number
-from common.text import printable
 
 TEMPERATURE = number(float, "from 0 on", lambda value: 0 <= value < inf)
 SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
@@ -34,9 +32,3 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=number(float, "above 0", lambda value: 0 < value < inf),
                         default=1.0, metavar="R",
                         help="values above 1 make repeated tokens less likely (default: 1)")
-
-
-def show_part(text: str) -> None:
-    if sys.stdout.isatty():
-        text = "\n".join(map(printable, text.split("\n")))
-    print(text.encode(errors="replace").decode(), end="", flush=True)

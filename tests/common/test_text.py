@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from common.text import counted, duration, wrapped
-from extensions.inference import show_part
+from common.text import counted, duration, show_part, wrapped
 
 
 @pytest.mark.parametrize("seconds, shown", [(0, "0 s"), (25, "25 s"), (59.4, "59 s"), (59.9, "1 min 00 s"), (330, "5 min 30 s"), (3599.6, "1 h 00 min"),
