@@ -67,7 +67,9 @@ LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made f
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
-RECITING_PASSES, RECITING = 8, 1000  # passes, and those times the trained parameters for each target
+# Passes, and those times the trained parameters for each target. Measured with 35k and 427k parameters on
+# 1k to 16k tokens of English: from both on, 31 to 100 % of rows are continued word for word, else at most 4.
+RECITING_PASSES, RECITING = 8, 1000
 MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
