@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.activity import tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.text import counted
+from common.text import counted, percent
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
 from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
@@ -396,7 +396,7 @@ class ExampleRows(SourceRows):
 
     def describe(self) -> str:
         rows = counted(len(self), "row") + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
-        packed = f"{counted(self.examples, self.example_set.kind[:-1])} in {rows}, {self.fill:.1%} full"
+        packed = f"{counted(self.examples, self.example_set.kind[:-1])} in {rows}, {percent(self.fill)} full"
         truncated = f", {self.truncated:,} cut to MAX_SEQ_LEN={self.most - 1}" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return packed + truncated + left_out

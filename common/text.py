@@ -254,14 +254,8 @@ def exit_if_unread() -> Iterator[None]:
 
 def once(warn: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that passes its first text on to `warn`, and drops the others."""
-    passed: list[str] = []
-
-    def warn_once(text: str) -> None:
-        if not passed:
-            passed.append(text)
-            warn(text)
-
-    return warn_once
+    waiting = [warn]
+    return lambda text: waiting.pop()(text) if waiting else None
 
 
 def last_line(text: str) -> str:
@@ -280,8 +274,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{('es' if noun.endswith(('ch', 's')) else 's') * (number != 1)}"
 
 
+def percent(share: float, places: int = 1) -> str:
+    return f"{100 * share:.{places}f} %"
+
+
 def duration(seconds: float) -> str:
-    """Return seconds as 5:30, or as 2:05:30 from an hour on."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
+    hours, minutes, seconds = (round(seconds) // size for size in (3600, 60, 1))
+    long = f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{hours // 24} d {hours % 24:02} h"
+    return long if hours else f"{minutes} min {seconds % 60:02} s" if minutes else f"{seconds} s"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.errors import DataError, SettingsError, unreadable
 from common.files import json_sha256, read_json, write_json
-from common.text import aligned, without_passwords
+from common.text import aligned, percent, without_passwords
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_as, read_data_manifest
 from data_pipeline.sources import Source
 
@@ -182,8 +182,8 @@ def describe_sources(mixture: Mixture, sources: Sequence[dict[str, Any]]) -> lis
              "passes" if "passes" in sources[0] else "a pass every"]]
     for entry in sources:
         label, width = entry["source"], LABEL_COLUMNS
-        weights = [f"{weight:.2%}" for weight in entry["weights"]] if len(ends) > 1 else []
+        weights = [percent(weight, 2) for weight in entry["weights"]] if len(ends) > 1 else []
         read = f"{entry['passes']:.2f}" if "passes" in entry else f"{entry['tokens'] / entry['share']:,.0f}"
         rows.append([label if len(label) <= width else f"...{label[3 - width:]}", f"{entry['documents']:,}",
-                     f"{entry['tokens']:,}", *weights, f"{entry['share']:.2%}", read])
+                     f"{entry['tokens']:,}", *weights, percent(entry["share"], 2), read])
     return aligned(rows)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
-from common.text import counted, is_url, show, without_passwords
+from common.text import counted, is_url, percent, show, without_passwords
 from data_pipeline.filters import (
     FILTERS_VERSION,
     LEAST_WORDS,
@@ -499,7 +499,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         cut = manifest.get("cut_from_each") if name == "validation" else None
         lines.append(f"{name}: {counted(split['tokens'], 'token')}{targets} in "
                      f"{counted(split['documents'], noun)}, {counted(len(split['shards']), 'shard')}"
-                     f"{f' (the last {100 * cut:.0f} % of each document)' if cut else ''}")
+                     f"{f' (the last {percent(cut, 0)} of each document)' if cut else ''}")
     lines += [*describe_split(manifest)]
     empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
     if dropped := skipped.get("dropped"):
@@ -546,32 +546,33 @@ def describe_split(manifest: dict) -> Iterator[str]:
                "may train on what other sets hold out; delete its folder to prepare it again")
     elif requested not in (None, HELD_OUT):
         trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
-        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out {HELD_OUT:.0%}, "
-               f"so {trains}")
+        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out "
+               f"{percent(HELD_OUT, 0)}, so {trains}")
     elif "cut_from_each" in manifest:
-        yield (f"Split: none or all of these few documents are in the {HELD_OUT:.0%} that other sets hold "
-               "out by hash, so the end of each is held out here, and others may train on it")
+        yield (f"Split: none or all of these few documents are in the {percent(HELD_OUT, 0)} that other sets "
+               "hold out by hash, so the end of each is held out here, and others may train on it")
     elif (fraction or 0) > HELD_OUT:
-        yield (f"Split: no {noun} is in the {HELD_OUT:.0%} that other sets hold out by hash, so others are "
-               f"held out here; {trains}")
+        yield (f"Split: no {noun} is in the {percent(HELD_OUT, 0)} that other sets hold out by hash, so "
+               f"others are held out here; {trains}")
     elif reserved := manifest.get("reserved"):
         yield (f"Split: {counted(reserved, noun)} left out: a large set validates on the lowest "
-               f"{LARGE_SET_FRACTION:.1%} of hashes, and trains on none of the {HELD_OUT:.0%} that smaller "
-               "sets hold out")
+               f"{percent(LARGE_SET_FRACTION)} of hashes, and trains on none of the {percent(HELD_OUT, 0)} "
+               "that smaller sets hold out")
     if requested is None:
         requested = min(fraction or 0, HELD_OUT) or HELD_OUT
     if (common := manifest.get("common_openings")) and total > 1:
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
     if requested and not held_out:
-        yield f"Warning: no {noun} fell into validation, 0 of {total:,} instead of {requested:.1%}; {more}"
+        yield (f"Warning: no {noun} fell into validation, 0 of {total:,} instead of {percent(requested)}; "
+               f"{more}")
     elif manifest["settings"]["validation_fraction"] is None and total < FEW_DOCUMENTS:
         if 0 < (fraction or 0) <= HELD_OUT:
-            yield (f"Split: {held_out:,} of {counted(total, noun)} in the {HELD_OUT:.0%} that all sets hold "
-                   "out by hash; VALIDATION_FRACTION=0 trains on all")
+            yield (f"Split: {held_out:,} of {counted(total, noun)} in the {percent(HELD_OUT, 0)} that all "
+                   "sets hold out by hash; VALIDATION_FRACTION=0 trains on all")
     elif "cut_from_each" not in manifest and is_far(held_out, requested * total):
         yield (f"Warning: {held_out:,} of {total:,} {noun}s are in validation, "
-               f"{held_out / total:.1%} instead of {requested:.1%}, because equal ones"
+               f"{percent(held_out / total)} instead of {percent(requested)}, because equal ones"
                f"{' and those with one prompt' * bool(kind)} stay together; remove repeats, {more}, or "
                f"shuffle the source if its first {COUNTED:,} differ from the rest")
 

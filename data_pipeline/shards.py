@@ -35,7 +35,7 @@ from common import remote
 from common.activity import tick
 from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
-from common.text import command, counted, print_safely
+from common.text import command, counted, percent, print_safely
 from config import KINDS
 from data_pipeline.remote_data import say_once
 
@@ -700,8 +700,8 @@ def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: Toke
                  "cannot be told apart: attention crosses their borders; if there are several, tokenize them "
                  "with it")
     if 2 * number > tokens:
-        say_once(f"{name}: {number / tokens:.0%} of the tokens are {most_common}; if these are padding, "
-                 "leave them out")
+        say_once(f"{name}: {percent(number / tokens, 0)} of the tokens are {most_common}; if these are "
+                 "padding, leave them out")
     if tokens >= MANY_TOKENS and highest < LOW_SHARE * vocabulary:
         say_once(f"{name}: the highest id is {highest:,}, of a vocabulary of {vocabulary:,}; if they are "
                  "another tokenizer's, set TOKENIZER_PATH to it")

@@ -1,14 +1,13 @@
 """The runs of a sweep or a comparison: train.py in new processes, one at a time on each GPU."""
 
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, Optional
@@ -102,7 +101,7 @@ class Fleet:
 
     def __init__(self, gpus: Sequence[Optional[str]], quiet: bool = False):
         self.gpus, self.quiet = gpus, quiet or len(gpus) > 1
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: list[subprocess.Popen] = []
         self.failed: dict[str, int] = {}
         self.received: Optional[int] = None  # a stop signal
         self.seconds: list[float] = []
@@ -111,10 +110,9 @@ class Fleet:
 
     def train(self, trials: Sequence[Trial], done: int = 0) -> None:
         """Train these runs, one at a time on each GPU; `done` others were trained before."""
-        waiting: queue.SimpleQueue = queue.SimpleQueue()
-        for position, trial in enumerate(trials, 1 + done):
-            waiting.put((f"{position}/{done + len(trials)} {trial.name}", trial))
-        threads = [threading.Thread(target=self.work, args=(waiting, gpu), daemon=True) for gpu in self.gpus]
+        waiting, total = iter([*enumerate(trials, 1 + done)]), done + len(trials)
+        threads = [threading.Thread(target=self.work, args=(waiting, total, gpu), daemon=True)
+                   for gpu in self.gpus]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -123,37 +121,29 @@ class Fleet:
 
     def stop(self, received: int, frame) -> None:
         self.received = received
-        for process in [*self.processes.values()]:
+        for process in self.processes:  # those that have ended get no signal
             process.send_signal(signal.SIGTERM)
 
-    @property
-    def goes_on(self) -> bool:
-        return self.received is None and {*self.failed.values()} <= FAILED_ALONE
-
-    def work(self, waiting: queue.SimpleQueue, gpu: Optional[str]) -> None:
-        while self.goes_on:
-            try:
-                title, trial = waiting.get_nowait()
-            except queue.Empty:
+    def work(self, waiting: Iterator[tuple[int, Trial]], total: int, gpu: Optional[str]) -> None:
+        for position, trial in waiting:  # which the threads share
+            if self.received is not None or not {*self.failed.values()} <= FAILED_ALONE:
                 return
-            workers = len(self.gpus)
-            where, rounds = f" on GPU {gpu}" if gpu else "", (waiting.qsize() + workers) / workers
+            where, rounds = f" on GPU {gpu}" if gpu else "", 1 + (total - position) / len(self.gpus)
             left = f", about {duration(fmean(self.seconds) * rounds)} left" if self.seconds else ""
-            show(f"=== {title}{where}{left}")
+            show(f"=== {position}/{total} {trial.name}{where}{left}")
             started = time.monotonic()
             # A separate session, so that Ctrl-C reaches the run only once, through `stop`.
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *trial.flags], start_new_session=True,
                 env=os.environ | ({VISIBLE: gpu} if gpu else {}),
                 stdout=subprocess.DEVNULL if self.quiet else None)
-            self.processes[trial.name] = process
+            self.processes.append(process)
             if self.received is not None:
                 process.send_signal(signal.SIGTERM)
             code = process.wait()
-            del self.processes[trial.name]
             self.seconds.append(time.monotonic() - started)
-            if code == EXIT_PREEMPTED and self.received is None:
-                self.received = signal.SIGTERM  # the run itself was stopped
-            elif code and code != EXIT_PREEMPTED:
+            if code == EXIT_PREEMPTED:
+                self.received = self.received or signal.SIGTERM  # the run itself was stopped
+            elif code:
                 self.failed[trial.name] = code
                 show(f"{trial.name} failed with exit code {code}; see {trial.folder / 'log'}")

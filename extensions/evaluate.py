@@ -31,11 +31,11 @@ from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
+from extensions.decide import standard_error
 from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.report.numbers import number_text
-from extensions.report.paired import standard_error
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer
 from learn.objectives import reference_is_live, reference_is_stored

@@ -21,7 +21,7 @@ import model_utils
 from checkpoint.model_json import hub_model, read_model_config, read_model_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
-from common.text import command, counted, print_safely, show, status_line
+from common.text import command, counted, duration, print_safely, show, status_line
 from config import SAMPLE, Config, rules
 from dataloaders import cache_of
 from extensions import cost
@@ -29,7 +29,6 @@ from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
 from extensions.profile import PEAK_TFLOPS, peak_flops
 from extensions.report import console
-from extensions.report.health import time_text
 from extensions.settings import prompts_to_answer, reward_terms
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
@@ -68,6 +67,9 @@ LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made f
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
+# Passes, and those times the trained parameters for each target. Measured with 35k and 427k parameters on
+# 1k to 16k tokens of English: from both on, 31 to 100 % of rows are continued word for word, else at most 4.
+RECITING_PASSES, RECITING = 8, 1000
 MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
@@ -182,6 +184,8 @@ class StepPlan(NamedTuple):
     """The cost of a step of all ranks, and the size of a checkpoint."""
 
     parameters: int
+    trained: int  # of them, or of adapters
+    targets: float
     needed: float  # FLOPs, without padding and recomputation
     computed: float  # FLOPs
     checkpoint_bytes: int  # weights or adapters, and their optimizer state
@@ -417,6 +421,11 @@ class Check:
             self.line("length", f"the run reads the data{source} {passes:,.0f} times, but more than about "
                                 f"{most_passes} passes help little: use more data, or set "
                                 f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE", "warn")
+        per_target = plan.trained * passes / (config.max_steps * plan.targets)  # of the different targets
+        if config.training_stage in ("pretrain", "sft") and passes >= RECITING_PASSES and (
+                per_target * passes >= RECITING):
+            self.line("length", f"expect it to recite: it trains {per_target:,.0f} parameters for each target"
+                                f", and sees that {passes:,.0f} times", "warn")
 
     def report_memory(self, config: Config, vocab_size: int) -> None:
         """Print the memory forecast. If it exceeds the device's memory, raise SettingsError."""
@@ -457,7 +466,7 @@ class Check:
                 return " to ".join(dict.fromkeys(map(form, values)))  # once, if they are printed alike
 
             speeds = span("{:,.0f}".format, (config.total_batch_size / each for each in reversed(seconds)))
-            times = span(time_text, (config.max_steps * each for each in seconds))
+            times = span(duration, (config.max_steps * each for each in seconds))
             hours = span("{:,.1f}".format, (config.max_steps * each * config.world_size / 3600
                                             for each in seconds))
             hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
@@ -496,7 +505,7 @@ class Check:
         if why:
             return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls, "
                                       f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes at "
-                                      f"least about {time_text(config.max_steps * at_best)}", "warn")
+                                      f"least about {duration(config.max_steps * at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
@@ -535,7 +544,8 @@ def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size:
     stored = cost.weight_bytes(config) * trained
     stored += cost.state_bytes(config) * cost.moment_count(config, trained)
     exchange = sum(each.seconds for each in cost.exchanged(config, vocab_size))
-    return StepPlan(cost.parameter_count(config, vocab_size), needed, computed, stored, exchange), described
+    parameters, targets = cost.parameter_count(config, vocab_size), work.targets * config.rows_per_step / rows
+    return StepPlan(parameters, trained, targets, needed, computed, stored, exchange), described
 
 
 def planned_peak(config: Config) -> tuple[Optional[float], str]:

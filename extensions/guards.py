@@ -20,9 +20,10 @@ from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.decide import difference_text
 from extensions.report.data import LogFile
+from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
-from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
 from model_utils import forced_eager
 from parallel import fsdp

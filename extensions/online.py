@@ -39,10 +39,10 @@ from data_pipeline.sources import columns_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
+from extensions.decide import standard_error
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
 from extensions.report.numbers import number_text
-from extensions.report.paired import standard_error
 from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
 from extensions.settings import answered_together, answers_per_row, reward_terms
 from learn import objectives

@@ -481,6 +481,6 @@ class RunContext:
             now = time.perf_counter()
             if done and now - logged > PROGRESS_SECONDS:
                 left = (now - started) * (count - done) / done
-                self.log.info(f"{title}: {done / count:.0%} | ETA: {duration(left)}")
+                self.log.info(f"{title}: {100 * done // count} % | ETA: {duration(left)}")
                 logged = now
             yield part

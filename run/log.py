@@ -252,7 +252,7 @@ def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_lef
              f"LR: {metrics['learning_rate']:.2e}", f"Grad Norm: {metrics['grad_norm']:.4f}",
              f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
     if "mfu" in metrics:
-        parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
+        parts.append(f"MFU: {100 * metrics['mfu']:.1f} %")
     if ranks_differ(metrics):
         fastest, slowest = (f"{metrics[f'{which}_rank_seconds']:.3f} s (rank {metrics[f'{which}_rank']})"
                             for which in ("fastest", "slowest"))

@@ -40,9 +40,10 @@ from extensions.arms import (  # noqa: E402
     slug_of,
 )
 from extensions.cost import forward_flops  # noqa: E402
-from extensions.decide import ERROR, Look, evidence, fewest_pairs, look, sentence  # noqa: E402
-from extensions.report.compare import titles  # noqa: E402
+from extensions.decide import ERROR, Look, differences_of, evidence, fewest_pairs, look, sentence  # noqa: E402
+from extensions.report.compare import are_unlike, titles  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
+from extensions.report.numbers import is_share  # noqa: E402
 from extensions.report.page import Report, render  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
 from plan.make import make_plan  # noqa: E402
@@ -158,14 +159,22 @@ class Comparison:
                                    f"{trial.folder / 'log'}, and run the same command again")
 
     def equalize(self) -> None:
-        """Set the steps of each arm so that all have the tokens, or the time, of the first."""
+        """Set the steps of each arm so that all have the tokens, or the training time, of the first."""
+        if with_epochs := [arm.name for arm in self.arms if arm.config.epochs]:
+            raise SettingsError(f"--equal sets MAX_STEPS, but EPOCHS decides the steps of "
+                                f"{', '.join(with_epochs)}; set MAX_STEPS instead")
         costs = [float(arm.config.total_batch_size) for arm in self.arms]
         if self.args.equal == "seconds":
             watched = {"stop_step": PILOT_STEPS, "log_every": 1, "validate_every": 0, "hellaswag_every": 0}
             pilots = [self.trial(arm, self.first, "pilot", **watched) for arm in self.arms]
-            self.train([pilot for pilot in pilots if not has_ended(pilot)])
-            costs = [median(pilot.reader().curves["step_seconds"].y[PILOT_STEPS // 2:]) for pilot in pilots]
-        steps = [round(self.arms[0].config.max_steps * costs[0] / cost) for cost in costs]
+            if waiting := [pilot for pilot in pilots if not has_ended(pilot)]:
+                self.train(waiting)
+            readers = [pilot.reader() for pilot in pilots]
+            if failed := [run.name for run in readers if run.state()[0] == "failed"]:
+                raise PaddockError(f"{', '.join(failed)} failed, so its time for a step is unknown; compare "
+                                   "with --equal tokens, or without this arm")
+            costs = [median(run.curves["step_seconds"].y[PILOT_STEPS // 2:]) for run in readers]
+        steps = [max(1, round(self.arms[0].config.max_steps * costs[0] / cost)) for cost in costs]
         self.arms = [arm._replace(flags=[*arm.flags, f"--max-steps={count}"])
                      for arm, count in zip(self.arms, steps)]
 
@@ -207,6 +216,9 @@ class Comparison:
         if self.judge not in known:
             raise SettingsError(f"--judge {self.judge}: the runs have no such result; choose among "
                                 f"{', '.join(known)}")
+        if are_unlike([runs[0] for runs in self.runs.values()], self.judge):
+            raise SettingsError(f"--judge {self.judge}: the arms were evaluated on different items; set the "
+                                "same VALIDATION_DATA_PATH for all, and choose another --name")
         self.title, better = known[self.judge]
         self.lower = better == "lower"
 
@@ -226,7 +238,7 @@ class Comparison:
             return f"{' and '.join(names)} are the same recipe: with seed {self.first}, all steps are equal."
         if len(names) == 2:
             verdict = seen.verdicts[names[0], names[1]]
-            text = sentence(*names, verdict, self.lower, "accuracy" in self.title)
+            text = sentence(*names, verdict, self.lower, is_share(self.title))
         elif len(seen.left) == 1:
             text = f"{seen.left[0]} is the best of {len(names)}"
         else:
@@ -241,7 +253,8 @@ class Comparison:
         failed = [run.name for runs in self.runs.values() for run in runs
                   if result_of(run, self.judge) is None]
         after += f"; {', '.join(failed)} failed, which counts as the worst" * bool(failed)
-        return f"{self.title}: {text}{unequal(self.runs)}; {after}."
+        costs = unequal(self.runs, has_seconds=self.args.equal == "seconds")
+        return f"{self.title}: {text}{costs}; {after}."
 
     def write(self, seen: Look, text: str) -> None:
         """Write the page: the sentence, the sequence, and the curves of all arms by seed."""
@@ -254,10 +267,10 @@ class Comparison:
             rows.append([str(self.first + place), *values])
         if len(names) == 2:
             columns += ["difference", f"evidence, {1 / self.args.error:g} is needed"]
-            differences = [b - a if a != b else 0.0 for a, b in zip(*results.values())]
+            differences = differences_of(*results.values())
             for row, difference, proof in zip(rows, differences, evidence(differences)):
                 row += [f"{difference:+.4f}", f"{proof:.1f}"]
-        more = [sentence(a, b, verdict, self.lower, "accuracy" in self.title) + "."
+        more = [sentence(a, b, verdict, self.lower, is_share(self.title)) + "."
                 for (a, b), verdict in seen.verdicts.items() if len(names) > 2]
         if read_the_same(self.runs):
             more.append("All arms read the same rows in every step.")
@@ -287,12 +300,13 @@ def result_of(run: RunReader, judge: str) -> Optional[float]:
     return None if math.isnan(value) else value
 
 
-def unequal(runs: dict[str, list[RunReader]]) -> str:
-    """Return by how much tokens and FLOPs of the first seed's runs differ from those of the first arm."""
+def unequal(runs: dict[str, list[RunReader]], has_seconds: bool) -> str:
+    """Return by how much the costs of the first seed's runs differ from those of the first arm."""
     (first, (base, *_)), *others = runs.items()
+    costs = {"tokens": tokens, "FLOPs": flops} | ({"seconds": seconds} if has_seconds else {})
     texts = []
     for name, (run, *_) in others:
-        ratios = {"tokens": ratio_of(run, base, tokens), "FLOPs": ratio_of(run, base, flops)}
+        ratios = {unit: ratio_of(run, base, cost) for unit, cost in costs.items()}
         if parts := [f"{ratio:.2f} times the {unit}" for unit, ratio in ratios.items()
                      if abs(ratio - 1) > ALIKE]:
             texts.append(f"{name} has {' and '.join(parts)} of {first}")
@@ -305,6 +319,11 @@ def ratio_of(run: RunReader, base: RunReader, cost: Callable[[RunReader], float]
 
 def tokens(run: RunReader) -> float:
     return run.max_steps * run.settings["TOTAL_BATCH_SIZE"]
+
+
+def seconds(run: RunReader) -> float:
+    """Return the time of all training steps, without evaluations, saves and starts."""
+    return sum(process.steps_seconds for process in run.processes)
 
 
 def flops(run: RunReader) -> float:
@@ -322,19 +341,29 @@ def ledger(run: RunReader) -> list[dict[str, Any]]:
 
 
 def read_the_same(runs: dict[str, list[RunReader]]) -> bool:
-    """Return whether the arms read the same rows in every step that they took with the same seed."""
+    """Return whether the arms read the same rows, of the same data, in every step with the same seed."""
     for of_seed in zip(*runs.values()):
-        rows = [[line["rows_crc32"] for line in ledger(run)] for run in of_seed]
-        if any(each != rows[0] for each in rows):
+        read = [(data_of(run), [line["rows_crc32"] for line in ledger(run)]) for run in of_seed]
+        if read[0][0] is None or any(each != read[0] for each in read):
             return False
     return True
+
+
+def data_of(run: RunReader) -> Optional[dict[str, Any]]:
+    """Return the hashes of data and tokenizer, and a row's length; None if no checkpoint has them."""
+    saved = run.newest_checkpoint()
+    if saved is None:
+        return None
+    identity = read_json(saved / "trainer_state.json")["identity"]
+    paths = {name: value for name, value in identity.items() if name.endswith("_PATH")}
+    return paths | {"MAX_SEQ_LEN": run.settings.get("MAX_SEQ_LEN")}
 
 
 def main() -> None:
     args, flags = parse_args()
     arms = list_arms(args, flags)
-    prepared = prepared_once(arms[0].config, arms[0].flags) if args.vary else []
-    Comparison(args, [arm._replace(flags=[*arm.flags, *prepared]) for arm in arms]).run()
+    Comparison(args, [arm._replace(flags=[*arm.flags, *prepared_once(arm.config, arm.flags)])
+                      for arm in arms]).run()
 
 
 if __name__ == "__main__":

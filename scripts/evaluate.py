@@ -132,7 +132,7 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
     """Evaluate a model; to compare it, by the objective of another one, and with its answers."""
     from evaluation.during_run import evaluations
     from extensions.evaluate import open_model, samples
-    from extensions.report.paired import item_scores
+    from extensions.report.items import item_scores
 
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
@@ -165,22 +165,21 @@ def warn_of_another_tokenizer(folder: Path, run) -> None:
 
 def paired_tests(before: Measured, after: Measured) -> list:
     """Return the paired test of each row, or None."""
-    from extensions.report.paired import mcnemar, paired_t
+    from extensions.decide import compare_items
 
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):
         name = PAIRED.get(row.metric)
         is_same = one and other and one.items == other.items and name in one.scores
         a, b = (each.scores[name] for each in (one, other)) if is_same else (None, None)
-        tests.append(None if a is None else mcnemar(a, b) if a.dtype == bool else
-                     paired_t(a, b, other.scores.get("count") if row.metric == "loss" else None))
+        tests.append(None if a is None else compare_items(a, b, other.scores.get("count")))
     return tests
 
 
 def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     """Return the lines of the table and the answers."""
+    from extensions.decide import FEWEST
     from extensions.report.numbers import metric_title, result_text
-    from extensions.report.paired import FEWEST
 
     cells = [("", "metric", "before", "after", "difference", "p", "n")]
     for first, last, test in zip(before.rows, after.rows, tests):

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, local_path, run_script  # noqa: E402
-from common.text import aligned, command, print_safely, show
+from common.text import aligned, command, percent, print_safely, show
 from data_pipeline.mixture import read_mixture, source_table
 from data_pipeline.prepare import names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
@@ -48,7 +48,7 @@ def summarize(path: Path) -> dict[str, Any]:
     folder = path.parent
     if path.name == MIXTURE:
         kind, tokenizer, splits = "mixture", None, source_table(read_mixture(folder))
-        sources = [f"{split['share']:.0%} {split['source']}" for split in splits]
+        sources = [f"{percent(split['share'], 0)} {split['source']}" for split in splits]
     else:
         manifest = read_prepared(folder)
         kind, tokenizer = manifest.get("kind", "documents"), manifest.get("tokenizer")

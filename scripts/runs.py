@@ -24,10 +24,18 @@ from checkpoint.manifest import read_manifest_bytes  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
-from common.text import PROGRAM, WIDTH, aligned, counted, setting_text, show, show_part  # noqa: E402
+from common.text import (  # noqa: E402
+    PROGRAM,
+    WIDTH,
+    aligned,
+    counted,
+    duration,
+    setting_text,
+    show,
+    show_part,
+)
 from config import START_FROM  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
-from extensions.report.health import time_text  # noqa: E402
 from extensions.report.numbers import result_text  # noqa: E402
 from plan.make import make_plan  # noqa: E402
 
@@ -99,7 +107,7 @@ def read_runs(output_dir: Path) -> list[Run]:
 def table(runs: list[Run]) -> list[str]:
     """Return a line for each run; two, the first with its name, if the lines would be too wide."""
     now = time.time()
-    ages = (" ".join(time_text(now - run.written).split()[:2]) for run in runs)
+    ages = (" ".join(duration(now - run.written).split()[:2]) for run in runs)
     rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age, size_text(run.size))
                       for run, age in zip(runs, ages))]
     lines = aligned(rows, left=len(HEADER))

@@ -34,7 +34,7 @@ from extensions.arms import (  # noqa: E402
     slug_of,
 )
 from extensions.report.compare import by_configuration, results  # noqa: E402
-from extensions.report.numbers import number_text  # noqa: E402
+from extensions.report.numbers import is_share, number_text  # noqa: E402
 from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
 from plan.command_line import exit_with  # noqa: E402
@@ -88,7 +88,7 @@ def show_table(trials: Sequence[Trial]) -> None:
         return
 
     def shown(value: Optional[float], stderr: Optional[float]) -> str:
-        return number_text(value, stderr, "accuracy" in measured[0]["name"])
+        return number_text(value, stderr, is_share(measured[0]["name"]))
 
     rows = [("run", measured[0]["name"])]
     rows += [(run.name, shown(cell["value"], cell["stderr"]) if cell else "-")
@@ -97,10 +97,8 @@ def show_table(trials: Sequence[Trial]) -> None:
     configurations, sentences = by_configuration(report.runs, measured)
     if configurations:
         rows = [("configuration", "seeds", measured[0]["name"])]
-        for each in configurations:
-            result = each["results"][0]
-            mean = shown(result["mean"], result["stderr"]) if result["n"] else "-"
-            rows.append((each["name"], str(result["n"]), mean))
+        rows += [(each["name"], str(each["n"]), shown(each["mean"], each["stderr"]) if each["n"] else "-")
+                 for each in configurations]
         legend = "± is one standard error, over the seeds."
     show(*aligned(rows, left=len(rows[0])), legend, *sentences)
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
@@ -120,8 +118,8 @@ def main() -> None:
     if fleet.received is not None:
         show("Stopped. Run the same command again to resume.")
         raise SystemExit(EXIT_PREEMPTED)
-    if finished := [trial for trial in trials if trial.is_finished()]:
-        show_table(finished)
+    if begun := [trial for trial in trials if trial.reader()]:  # failed ones are named
+        show_table(begun)
     if fleet.failed:
         codes = ", ".join(f"{name} (exit code {code})" for name, code in fleet.failed.items())
         raise PaddockError(f"{len(fleet.failed)} of {counted(len(trials), 'run')} failed: {codes}")

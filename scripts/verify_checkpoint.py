@@ -25,7 +25,7 @@ from checkpoint.manifest import CARD, MANIFEST, fault_of, read_manifest_bytes
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.files import plain, read_plain
-from common.text import counted, printable, show
+from common.text import counted, percent, printable, show
 
 PROGRESS_SECONDS = 1
 RESUME_FILES = ("optimizer.safetensors", "trainer_state.json")  # needed only to resume
@@ -84,7 +84,7 @@ def progress(name: str, size: int) -> Callable[[int], None]:
         done += count
         if sys.stderr.isatty() and time.monotonic() - shown >= PROGRESS_SECONDS:
             shown = time.monotonic()
-            print(f"  {printable(name)}: {done / size:.0%}", end="\r", file=sys.stderr, flush=True)
+            print(f"  {printable(name)}: {percent(done / size, 0)}", end="\r", file=sys.stderr, flush=True)
 
     return advance
 

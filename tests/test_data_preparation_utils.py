@@ -148,10 +148,10 @@ def test_few_documents_hold_out_what_all_sets_hold_out(tmp_path, tokenizer_path)
         text for text in texts if split_of(identity_of(text), 0.05) == "train"]
     folder = prepare(write_texts(tmp_path / "x.jsonl", [*others[:2], one, *others[2:4]]), tokenizer_path, tmp_path / "out", validation_fraction=None)
     assert documents_of(folder, "validation", tokenizer) == [one] and documents_of(folder, "train", tokenizer) == others[:4]
-    assert "Split: 1 of 5 documents in the 5% that all sets hold out by hash; VALIDATION_FRACTION=0 trains on all" in describe(folder)
+    assert "Split: 1 of 5 documents in the 5 % that all sets hold out by hash; VALIDATION_FRACTION=0 trains on all" in describe(folder)
     alone = prepare(write_texts(tmp_path / "y.jsonl", [one]), tokenizer_path, tmp_path / "out", validation_fraction=None)
     assert documents_of(alone, "train", tokenizer) + documents_of(alone, "validation", tokenizer) == [one[:-2], one[-2:]]
-    assert "Split: none or all of these few documents are in the 5%" in "\n".join(describe(alone))
+    assert "Split: none or all of these few documents are in the 5 %" in "\n".join(describe(alone))
 
 
 @pytest.mark.parametrize("documents, fraction", [(19, None), (20, 0.05), (1000, 0.05), (3999, 0.05), (4000, 0.005)])

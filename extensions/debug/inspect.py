@@ -19,7 +19,7 @@ from tqdm import tqdm
 import extensions.prompts  # noqa: F401 (registers its rows)
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import disk_errors
-from common.text import command, counted, printable
+from common.text import command, counted, percent, printable
 from config import STAGE_OF_KIND, Config
 from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
@@ -169,7 +169,7 @@ class DataReport:
         if "bytes_per_token" in facts:
             lines.append(f"bytes per token: {facts['bytes_per_token']:.2f}")
         about, share = "about " * facts["repeated_is_estimate"], facts["repeated"] / max(1, documents)
-        lines += [f"repeated: {about}{counted(facts['repeated'], items[:-1])} ({share:.2%})",
+        lines += [f"repeated: {about}{counted(facts['repeated'], items[:-1])} ({percent(share, 2)})",
                   f"lengths: median {facts['median']:,}, 90 % up to {facts['p90']:,}, 99 % up to "
                   f"{facts['p99']:,}, longest {facts['longest']:,} tokens"]
         most = max(count for _, count in facts["histogram"])
@@ -177,14 +177,15 @@ class DataReport:
             last = f"{2 * max(1, first) - 1:,}"
             bar = "█" * round(BAR_COLUMNS * count / most) or "▏" * bool(count)
             lines.append(f"  {first:>9,} - {last:<9} {bar:<{BAR_COLUMNS}} {count:>12,} "
-                         f"{count / documents:>7.2%}")
+                         f"{percent(count / documents, 2):>8}")
         # What MAX_SEQ_LEN does to the documents or examples.
         if items == "documents":
-            fits = (f"{counted(facts['rows'], 'row')}; {facts['longer']:.2%} of the documents, with "
-                    f"{facts['tokens_in_longer']:.2%} of the tokens, are longer than a row, so they are cut")
+            fits = (f"{counted(facts['rows'], 'row')}; {percent(facts['longer'], 2)} of the documents, with "
+                    f"{percent(facts['tokens_in_longer'], 2)} of the tokens, are longer than a row, so they "
+                    "are cut")
         else:
             cut, left_out = (facts[name] / max(1, documents) for name in ("truncated", "left_out"))
-            fits = f"{facts['in_rows']}; {cut:.2%} are cut, {left_out:.2%} are left out"
+            fits = f"{facts['in_rows']}; {percent(cut, 2)} are cut, {percent(left_out, 2)} are left out"
         lines.append(f"at MAX_SEQ_LEN={facts['max_seq_len']}: {fits}")
         return [piece for line in lines for piece in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
 

@@ -25,13 +25,14 @@ from common.files import atomic_write
 from common.text import setting_text, show
 from extensions.debug import history
 from extensions.debug.replay import open_run, read_settings, read_step_log
-from extensions.decide import ERROR, compare, fewest_pairs, sentence
+from extensions.decide import ERROR, compare, differences_of, fewest_pairs, sentence
 from extensions.exclude import Excluded, digest_of, exclude
 from extensions.inference.engine import generate
 from extensions.inference.text import LanguageModel
 from extensions.inference.weights import load_for_use
 from extensions.report.compare import SEEDS, results, tests
 from extensions.report.data import RunReader
+from extensions.report.numbers import is_share
 from extensions.report.page import ASSETS, csp_hash, fill_template, join_assets
 from extensions.settings import Selector, read_selectors
 from learn.optim import learning_rate
@@ -45,7 +46,7 @@ UNWATCHED = {name: value for name, value in history.UNNEEDED.items()
              if name != "METRIC" and not name.endswith(("_EVERY", "_LAST", "_BEST"))}
 ANSWER_TOKENS, SHOWN_EXAMPLES, BATCH_ROWS = 64, 8, 4
 ONE_SEED = ("One seed: this shows what differs, not whether the data caused it. "
-            f"--seeds {fewest_pairs(ERROR)} or more can tell.")
+            f"--seeds {fewest_pairs(ERROR)} or more can tell")
 NUDGE = 0.1  # nats by which a screening changes the loss of the answer, in either direction
 
 
@@ -233,9 +234,11 @@ class Experiment(NamedTuple):
             reader.read()
         arm = folders[0][1]
         parted, fields = history.compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
-        by_seed = [*over_seeds(pairs)]
+        by_seed, tested = [*over_seeds(pairs)], tests(pairs[0])[0]
+        said = [f"{each['name']}: {each['sentence']}" for each in by_seed[:1]]
+        said = said or [*(test["sentence"] for test in tested[:1]), ONE_SEED]
         data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
-                "answer": f"{by_seed[0]['name']}: {by_seed[0]['sentence']}." if by_seed else ONE_SEED,
+                "answer": " ".join(f"{text}." for text in said),
                 "fields": fields, "fork": max(history.kept_checkpoints(self.run_dir, first - 1), default=0),
                 "settings": {name: setting_text(value) for name, value in self.settings.items()},
                 "left_out": excluded and excluded.describe(),
@@ -244,7 +247,7 @@ class Experiment(NamedTuple):
                              islice(excluded.examples(), SHOWN_EXAMPLES)] if excluded else [],
                 "curves": [[[*zip(*(values.tolist() for values in reader.curves["val_loss"].known()))]
                             for reader in pair if "val_loss" in reader.curves] for pair in pairs],
-                "tests": tests(pairs[0])[0], "seeds": by_seed, "influence": influence,
+                "tests": tested, "seeds": by_seed, "influence": influence,
                 "prompts": side_by_side(self.run_dir, arm, self.prompts)}
         return write_page(self.folder / "without.html", data)
 
@@ -298,9 +301,9 @@ def over_seeds(pairs: Sequence[Sequence[RunReader]]) -> Iterator[dict[str, Any]]
         values = [cell and cell["value"] for cell in row["cells"]]
         if None not in values and row["better"] and not row["name"].startswith(("tokens", "mfu", "hfu")):
             runs, arms = values[::2], values[1::2]
-            verdict = compare([arm - run for run, arm in zip(runs, arms)])
-            is_share, names = "accuracy" in row["name"], ("the run", "the other arm")
-            text = sentence(*names, verdict, row["better"] == "lower", is_share)
+            verdict = compare(differences_of(runs, arms))
+            text = sentence("the run", "the other arm", verdict, row["better"] == "lower",
+                            is_share(row["name"]))
             yield {"name": row["name"], "runs": runs, "arms": arms, "spread": stdev(runs),
                    "difference": verdict.difference, "sentence": text}
 

@@ -1,36 +1,27 @@
 """Compare runs: settings that differ, results with standard errors, and what seeds or shared items say."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, product
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 
 from checkpoint.schema import REWARD, VALIDATION
 from common.text import PROGRAM, counted, setting_text
-from extensions.decide import ERROR, compare, fewest_pairs, sentence
+from extensions import decide
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader
-from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t, read_item_scores
+from extensions.report.items import ItemScores, read_item_scores
+from extensions.report.numbers import is_share
 from plan.command_line import describe_settings
 
-MOST_TESTED = 8  # runs in pairwise tests
+MOST_TESTED = 8  # runs
 FEWEST_AVERAGED = 6  # runs in a mean curve; page.js has the same number
 SEEDS = ("SEED", "DATA_SEED")
 ONE_SEED = ("One seed each: this compares models, not recipes. With other seeds, the order may be another; "
             f"{PROGRAM} decide compares recipes.")
-
-
-class Metric(NamedTuple):
-    """A metric with one score per item, and its test."""
-
-    label: str  # follows the name of the evaluation
-    test: Callable[..., Paired]
-    items: str  # plural noun for the scored items
-    percent: bool = True  # print values in percentage points
-    lower: bool = False  # lower values are better
 
 
 # Settings of how a run is watched, kept and repeated do not change what it is.
@@ -40,13 +31,10 @@ WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT",
              and line.section.startswith(("Evaluation", "Checkpoint", "Log", "Extension")))}
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
-METRICS = {"correct": Metric("accuracy", mcnemar, "items"),
-           "correct_norm": Metric("length-normalized accuracy", mcnemar, "items"),
-           "loss": Metric("loss", paired_t, "items", percent=False, lower=True),
-           "preferred": Metric("preference accuracy", mcnemar, "items"),
-           "reward": Metric("reward", paired_t, "prompts", percent=False),
-           "exact": Metric("exact match", mcnemar, "chats"),
-           "rouge_l": Metric("ROUGE-L", paired_t, "chats")}
+# Metrics with a score for each item, and what follows the evaluation's name in their titles.
+METRICS = {"correct": "accuracy", "correct_norm": "length-normalized accuracy", "loss": "loss",
+           "preferred": "preference accuracy", "reward": "reward", "exact": "exact match",
+           "rouge_l": "ROUGE-L"}
 
 
 def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
@@ -63,15 +51,14 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     configurations, sentences = by_configuration(runs, rows)
     paired, refused = [], []
     if not configurations and len(runs) <= MOST_TESTED:
-        paired, refused, unlike = tests(runs)
-        for row in rows:  # on other items, a lower loss is not a better one
-            row["better"] = None if row["items"] in unlike else row["better"]
-        sentences = [test["sentence"] for test in paired if len(runs) == 2]  # of more runs, a matrix
+        paired, refused = tests(runs)
+        sentences = [test["sentence"] for test in paired]
         sentences.append(ONE_SEED if paired else "No items of the same evaluation say which run is better.")
         for test, row in product(paired if len(runs) == 2 else (), rows):
             if test["better"] and row["name"] == f"{test['name']} at step {test['step']:,}":
                 row["cells"]["ab".index(test["better"])]["is_better"] = True
-    sentences += [f"{run.name} {run.state()[1]}; it is left out of means" for run in runs if has_failed(run)]
+    sentences += [f"{run.name} {run.state()[1]}; it counts as the worst, and is left out of means"
+                  for run in runs if has_failed(run)]
     return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
             "refused": refused, "configurations": configurations}
 
@@ -92,43 +79,42 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]
         return [], []
     varied = [place for place, values in enumerate(zip(*groups)) if len(set(values)) > 1]
     row, made, by_seed = rows[0], [], []
+    worst = math.inf if row["better"] == "lower" else -math.inf
     for key, members in groups.items():
-        cells = {seeds: row["cells"][place] for seeds, place in members.items()
-                 if row["cells"][place] and not has_failed(runs[place])}
-        values, count = [cell["value"] for cell in cells.values()], len(cells)
-        is_finite = None not in values
-        result = {"name": row["name"], "better": row["better"], "n": count,
-                  "mean": fmean(values) if values and is_finite else None,
-                  "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None}
-        name = ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs"
-        made.append({"name": name, "runs": [runs[place].name for place in members.values()],
-                     "results": [result]})
-        worst = math.inf if row["better"] == "lower" else -math.inf
+        results = {seeds: {"value": None} if has_failed(runs[place]) else row["cells"][place]
+                   for seeds, place in members.items()}
         by_seed.append({seeds: worst if cell["value"] is None else cell["value"]
-                        for seeds, cell in cells.items()})
+                        for seeds, cell in results.items() if cell})
+        values = [row["cells"][place]["value"] for place in members.values()
+                  if row["cells"][place] and not has_failed(runs[place])]
+        is_finite, count = None not in values, len(values)
+        made.append({"name": ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs",
+                     "runs": [runs[place].name for place in members.values()], "n": count,
+                     "mean": fmean(values) if values and is_finite else None,
+                     "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None})
     return made, [f"{row['name']}: {text}" for text in verdicts(made, by_seed, row)]
 
 
 def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, float]], row: dict[str, Any]
              ) -> Iterator[str]:
     """Yield how each configuration differs from the first one, by the seeds that both have."""
-    percent = "accuracy" in row["name"]
+    percent = is_share(row["name"])
     if len(configurations) == 1:
         values = [value for value in by_seed[0].values() if math.isfinite(value)]
         span = f"{100 * np.ptp(values):.1f} points" if percent else f"{np.ptp(values):.4f}" if values else ""
         yield f"the same settings, {len(values)} seeds: they span {span or 'nothing, as all failed'}"
         return
     if row["better"] is None:
-        yield "there is no common step, so there is no verdict"
+        yield "there is no common step, or no common items, so there is no verdict"
         return
-    error = ERROR / (len(configurations) - 1)
+    fewest = decide.fewest_pairs(error := decide.ERROR / (len(configurations) - 1))
     for place in range(1, len(configurations)):
         common = [seeds for seeds in by_seed[0] if seeds in by_seed[place]]
-        pairs = [(by_seed[0][seeds], by_seed[place][seeds]) for seeds in common]
-        verdict = compare([0.0 if a == b else b - a for a, b in pairs], error)
+        both = ([by_seed[each][seeds] for seeds in common] for each in (0, place))
+        verdict = decide.compare(decide.differences_of(*both), error)
         names = [configurations[each]["name"] for each in (0, place)]
-        text = sentence(*names, verdict, row["better"] == "lower", percent)
-        few = f"; {fewest_pairs(error)} or more can decide" * (verdict.pairs < fewest_pairs(error))
+        text = decide.sentence(*names, verdict, row["better"] == "lower", percent)
+        few = f"; {fewest} or more can decide" * (verdict.pairs < fewest)
         yield f"{text} ({counted(len(common), 'seed')} in common{few})"
 
 
@@ -146,16 +132,21 @@ def titles(runs: list[RunReader]) -> dict[str, tuple[str, str]]:
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each result at the last step that all runs share, else at each run's last step."""
+    """Yield a row for each result at the last step that all runs share, else at each run's last step.
+
+    The first step says nothing of a run. Last steps are compared where all runs are finished.
+    """
     all_failed, main = all(map(has_failed, runs)), runs[0].main
+    are_finished = all(run.state()[0] == "finished" for run in runs)
     for name, (label, better) in titles(runs).items():
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
         # A run that failed does not shorten the others.
         steps = [{*curve.x} for run, curve in zip(runs, curves)
                  if curve.newest and (all_failed or not has_failed(run))]
-        shared = set.intersection(*steps) if steps else set()
-        rows = [(f"{label} (last)", None, [curve.newest and curve.newest[1] for curve in curves])]
+        shared = set.intersection(*steps) - {0} if steps else set()
+        rows = [(f"{label} (last)", better if are_finished else None,
+                 [curve.newest and curve.newest[1] for curve in curves])]
         if shared:
             last = int(max(shared))
             rows = [(f"{label} at step {last:,}", better, [last if last in curve.x else None
@@ -163,78 +154,68 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
         if name == main.curve:
             best = [curve.best(main.higher) for curve in curves]
             rows.append((f"{label} (best)", better, [each and each[1] for each in best]))
-        has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
-        is_by_data = name.startswith(("val_", "train_")) and not (
-            name == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
-        items = VALIDATION if is_by_data else name.removesuffix("_norm").removesuffix("_acc")
+        is_unlike = are_unlike(runs, name)
         for title, direction, steps in rows:  # a value of None is not finite
             cells = [None if step is None else
                      {"value": curve.at(step), "stderr": error.at(step), "step": step}
                      for step, curve, error in zip(steps, curves, errors)]
-            yield {"name": title, "better": direction, "cells": cells, "items": items}
+            yield {"name": title, "better": None if is_unlike else direction, "cells": cells}
 
 
-def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Return a paired test for each two runs and evaluation at their last common step, and what has none.
+def are_unlike(runs: list[RunReader], result: str) -> bool:
+    """Return whether two runs have no items in common for a result: a lower loss is not a better one then."""
+    has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
+    is_by_data = result.startswith(("val_", "train_")) and not (
+        result == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
+    evaluation = VALIDATION if is_by_data else result.removesuffix("_norm").removesuffix("_acc")
+    items = [run.items[evaluation] for run in runs if evaluation in run.items]
+    return any(a.isdisjoint(b) for a, b in combinations(items, 2))
 
-    Last come the names of evaluations for which two runs have no items in common.
-    """
-    files = [run.folder / "evaluations.jsonl" for run in runs]
-    scored = [{(line.step, line.name, line.items) for line in read_item_scores(file)} for file in files]
-    pairs, refused, unlike, titles = [], [], set(), {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
-    for a, b in combinations(range(len(runs)), 2):
-        for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
-            common = [key for key in scored[a] & scored[b] if key[1] == name]
-            if common:
-                pairs.append((a, b, max(common)))
+
+def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return paired tests of each other run against the first, and why evaluations have none."""
+    first, *others = [{(line.step, line.name, line.items): line
+                       for line in read_item_scores(run.folder / "evaluations.jsonl")} for run in runs]
+    refused, titles = [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
+    families: dict[str, list[tuple[str, ItemScores, decide.Paired]]] = {}
+    for run, lines in zip(runs[1:], others):
+        names = (runs[0].name, run.name)
+        for name in sorted({name for _, name, _ in first} & {name for _, name, _ in lines}):
+            keys = [{key for key in each if key[1] == name} for each in (first, lines)]
+            last, title = max(keys[0] & keys[1], default=None), titles.get(name, name)
+            a, b = first.get(last), lines.get(last)
+            if {items for *_, items in keys[0]}.isdisjoint(items for *_, items in keys[1]):
+                reason = "scored different items"
+            elif last is None:
+                steps = " and ".join(f"{max(each)[0]:,}" for each in keys)
+                reason = f"did not score the same items at the same step (last at {steps})"
+            elif bad := [each for each, line in zip(names, (a, b)) if line.not_finite]:
+                reason = f"have NaN or infinite scores at step {last[0]:,} ({' and '.join(bad)})"
+            elif a.number < decide.FEWEST:
+                items = counted(a.number, a.kind.removesuffix("s"))
+                reason = f"share {items}, and a verdict needs {decide.FEWEST}"
+            else:
+                for metric in (each for each in METRICS if each in a.scores and each in b.scores):
+                    test = decide.compare_items(a.scores[metric], b.scores[metric], a.scores.get("count"))
+                    families.setdefault(f"{title} {METRICS[metric]}", []).append((run.name, a, test))
                 continue
-            a_items, b_items = ({key[2] for key in scored[i] if key[1] == name} for i in (a, b))
-            if a_items.isdisjoint(b_items):
-                unlike.add(name)
-                refused.append(f"{titles.get(name, name)}: {runs[a].name} and {runs[b].name} scored "
-                               "different items, so there is no test")
-                continue
-            last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
-                    for i in (a, b)]
-            refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
-                           "at the same step, so there is no test")
-    chosen = {key for *_, key in pairs}
-    lines = [{key: line for line in read_item_scores(file)
-              if (key := (line.step, line.name, line.items)) in chosen} for file in files]
-    families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
-    for a, b, key in pairs:
-        if bad := [runs[place].name for place in (a, b) if lines[place][key].not_finite]:
-            refused.append(f"{titles.get(key[1], key[1])}: at step {key[0]:,}, scores of {' and '.join(bad)} "
-                           "are NaN or infinite, so there is no test")
-            continue
-        for metric, kind in METRICS.items():
-            line = lines[a][key]
-            scores = [lines[place][key].scores.get(metric) for place in (a, b)]
-            if scores[0] is None or scores[1] is None:
-                continue
-            kind = kind._replace(items=line.kind) if key[1] == VALIDATION else kind
-            weights = {"weights": line.scores.get("count")} if metric == "loss" else {}
-            family = families.setdefault((f"{titles.get(key[1], key[1])} {kind.label}", kind), [])
-            family.append((runs[a].name, runs[b].name, key[0], kind.test(*scores, **weights)))
-    made = [test for (label, kind), family in families.items() for test in corrected(label, kind, family)]
-    return made, refused, unlike
+            refused.append(f"{title}: {names[0]} and {names[1]} {reason}, so there is no test")
+    made = [test for label in sorted(families, key=is_share)  # losses first
+            for test in corrected(label, runs[0].name, families[label])]
+    return made, refused
 
 
-def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
-    """Return the tests (a, b, step, test) of a metric for the page's data, with Holm's correction (1979)."""
-    made, least = {}, 0.0
-    for place, (a, b, step, test) in enumerate(sorted(family, key=lambda each: each[3].p)):
-        least = max(least, min(1.0, (len(family) - place) * test.p))
-        factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
-        size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
-        p = f"p = {least:.2g}" if least >= 1e-4 else "p < 0.0001"
+def corrected(label: str, a: str, family: list[tuple[str, ItemScores, decide.Paired]]
+              ) -> Iterator[dict[str, Any]]:
+    """Yield the tests (b, scores, test) of a metric against the run `a` for the page's data."""
+    for (b, scores, test), p in zip(family, decide.holm([test.p for *_, test in family])):
+        size = decide.size_text(test.difference, test.stderr, is_share(label))
         better, result = None, f"these two models do not differ significantly, {a} and {b}: {size}"
-        if least < SIGNIFICANT:
-            better = "b" if (test.difference < 0) == kind.lower else "a"
+        if p < decide.ERROR:
+            better = "b" if (test.difference < 0) == label.endswith("loss") else "a"
             names = (b, a) if better == "b" else (a, b)
             result = "of these two models, {} is better than {} by {}".format(*names, size)
-        made[a, b] = {
-            "name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
-            "difference": test.difference, "stderr": test.stderr, "p": least, "better": better,
-            "sentence": f"{label} at step {step:,}: {result} ({p}, {test.n:,} {kind.items})"}
-    return [made[a, b] for a, b, *_ in family]
+        tested = f"{f'p = {p:.2g}' if p >= 1e-4 else 'p < 0.0001'}, {test.n:,} {scores.kind}"
+        yield {"name": label, "a": a, "b": b, "step": scores.step, "n": test.n, "a_value": test.a,
+               "b_value": test.b, "difference": test.difference, "stderr": test.stderr, "p": p,
+               "better": better, "sentence": f"{label} at step {scores.step:,}: {result} ({tested})"}

@@ -222,18 +222,17 @@ def cells_line(cells: Mapping[str, str]) -> str:
 def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_left: float, room: int
                  ) -> str:
     """Return a logged step as a line for a terminal: columns of fixed widths, as many as have room."""
-    speed, hours = metrics["tokens_per_second"], seconds_left / 3600
+    speed, left = metrics["tokens_per_second"], duration(seconds_left)
     unit, scale = ("", 1) if speed < 9_999.5 else ("k", 1e3) if speed < 999_500 else ("M", 1e6)
     size = f"{speed / scale:,.{int(unit != '' and speed < 99.95 * scale)}f}{unit}"
-    left = duration(seconds_left) if hours < 1 else f"{hours:.1f} h" if hours < 9.95 else f"{hours:.0f} h"
-    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}", "%": f"{100 * step // max_steps:>3}%"}
+    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}"}
     cells |= {label: f"{label} {fixed(metrics[name], decimals, width)}"
               for name, (label, decimals, width) in COLUMNS.items() if name in metrics}
-    cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(10)}
+    cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(len("59 min 59 s left"))}
     if ranks_differ(metrics):
         cells["slowest"] = (f"slowest rank {metrics['slowest_rank']}, "
                             f"{metrics['slowest_rank_seconds'] / metrics['fastest_rank_seconds']:.2f}x")
-    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # least needed first
+    for label in ("slowest", "lr", "MFU", "|g|", "ce", "margin"):  # least needed first
         if sum(2 + len(cell) for cell in cells.values()) > room:
             cells.pop(label, None)
     return cells_line(cells)

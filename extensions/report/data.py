@@ -21,13 +21,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted, setting_text
+from common.text import PROGRAM, counted, duration, setting_text
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
-from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
+from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
-from extensions.report.paired import item_scores, trends
 from plan.command_line import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
@@ -184,6 +184,7 @@ SAMPLE_CHARACTERS = 2000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"counted"}
+CONTROL = re.compile(r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 RECENT_LINES = 50  # for the estimate of the remaining time
 
 
@@ -210,6 +211,11 @@ def holder_runs(lock: Path) -> Optional[bool]:
     except OSError:
         pass
     return False
+
+
+def as_words(prompt: str) -> str:
+    """Return a recorded prompt without the names of control tokens, as long as a page shows it."""
+    return CONTROL.sub("\n", prompt).strip("\n")[:SAMPLE_CHARACTERS]
 
 
 class RunReader:
@@ -253,6 +259,7 @@ class RunReader:
         self.rollout: dict[str, Any] = {}  # the newest, one of the samples
         # evaluations.jsonl
         self.trends = trends()
+        self.items: dict[str, set[str]] = {}  # hashes of the items of each evaluation
         self.not_finite: list[dict[str, Any]] = []  # alarms
 
     def read(self) -> None:
@@ -343,7 +350,7 @@ class RunReader:
             self.bad_steps.append(line)
 
     def _add_samples(self, line: schema.SampleLine) -> None:
-        self.samples.append({"step": line.step, "prompt": line.prompt[:SAMPLE_CHARACTERS],
+        self.samples.append({"step": line.step, "prompt": as_words(line.prompt),
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
     def _add_rollouts(self, line: schema.RolloutLine) -> None:
@@ -352,13 +359,14 @@ class RunReader:
             return
         if self.rollout.get("step") != line.step:
             self.rollout = {"step": line.step, "prompt": "Rewards of answers to the first prompt of a step",
-                            "text": line.prompt[:SAMPLE_CHARACTERS]}
+                            "text": as_words(line.prompt)}
             self.samples.append(self.rollout)
         reward = "failed" if line.reward is None else f"{line.reward:g}"
         self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
 
     def _add_evaluations(self, line: schema.EvaluationLine) -> None:
         scores = item_scores(line.model_dump())
+        self.items.setdefault(line.name, set()).add(line.items)
         self.logs["evaluations"].invalid += scores is None
         if scores and scores.not_finite:
             text = f"the scores of {scores.not_finite:,} of {line.n:,} {scores.kind} are NaN or infinite"
@@ -366,7 +374,7 @@ class RunReader:
         for text in line.texts:  # answers to held-out prompts
             reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
             reference = f"\nReference: {text.reference}" * bool(text.reference)
-            self.samples.append({"step": line.step, "prompt": text.prompt[:SAMPLE_CHARACTERS],
+            self.samples.append({"step": line.step, "prompt": as_words(text.prompt),
                                  "text": f"{text.answer}{reward}{reference}"[:SAMPLE_CHARACTERS]})
         for trend in self.trends.values() if scores else ():
             trend.add(scores)
@@ -440,7 +448,7 @@ class RunReader:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} done"
-            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
+            return "unknown", (f"no sign of life for {duration(silent)} after {done}; it may still be "
                                "running on another machine")
         if step >= max_steps and (reason == "finished" or reason is None and max_steps > 0):
             return "finished", f"finished after {done}"

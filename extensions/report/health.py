@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from common.text import counted
+from common.text import counted, duration
+from extensions.decide import ERROR, FEWEST, difference_text, sign_test
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
+from extensions.report.items import Trend
 from extensions.report.numbers import number_text
-from extensions.report.paired import FEWEST, SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
-UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 # By outcome, for a run that ended and for one that is running.
 WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learning"),
          "few": ("Too few to tell", "Too few to tell"),
@@ -39,15 +39,6 @@ HEADLINES = {"grpo": Headline("val_reward", "reward", "Held-out reward", "traini
                              "training preference accuracy", higher=True, percent=True)}
 
 
-def time_text(seconds: float) -> str:
-    """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
-    seconds = round(seconds)
-    index = next((index for index, (_, size) in enumerate(UNITS) if seconds >= size), 3)
-    unit, size = UNITS[index]
-    smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[index + 1:index + 2]]
-    return " ".join([f"{int(seconds // size)} {unit}", *smaller])
-
-
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
              main: Headline = LOSS, trends: Mapping[str, Trend] = {}) -> Iterator[Finding]:
     """Yield whether the result `main` improved from its first to its last value, with the accuracies.
@@ -60,7 +51,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         return
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     curve, trend, label = curves[measured[0]], trends.get(measured[0]), main.title.lower()
-    first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.change()
+    first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.against(trend.first)
     margin, proof = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)"
     if measured[0] == main.training:
         label, last = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item()
@@ -69,17 +60,17 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
         if trend and trend.last:
-            right, wrong = round(last * trend.number), trend.number - round(last * trend.number)
-            proof = f" (from chance, over {trend.number:,} {trend.last.kind})"
-            margin = 0.0 if sign_test(right, wrong) < SIGNIFICANT else math.inf
+            right, number = round(last * trend.last.number), trend.last.number
+            proof = f" (from chance, over {number:,} {trend.last.kind})"
+            margin = 0.0 if sign_test(right, number - right) < ERROR else math.inf
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
-        margin = 0.0 if test.p < SIGNIFICANT else math.inf
+        margin = 0.0 if test.p < ERROR else math.inf
     worse_by = (first - last) if main.higher else (last - first)
     outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else "same"
-    is_few = trend is not None and trend.last is not None and trend.number < FEWEST
+    is_few = trend is not None and trend.last is not None and trend.last.number < FEWEST
     if is_few and measured[0] == main.curve:
-        items = counted(trend.number, trend.last.kind.removesuffix("s"))
+        items = counted(trend.last.number, trend.last.kind.removesuffix("s"))
         outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST})"
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
@@ -95,7 +86,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         outcome = "diverged"
     elif state == "failed" and "no gradient" in kinds:
         outcome = "stopped"
-    elif rise and not is_few and main is LOSS and losses.best is not losses.first:
+    elif rise and main is LOSS and losses.best is not losses.first:
         outcome, proof = "overfit", difference_text(rise, losses.last.kind)
         last_text = f"{number_text(rise.a)} at step {losses.best.step:,} → {last_text}"
     word = WORDS[outcome][state == "running"]
@@ -124,7 +115,7 @@ def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag:
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],
                         learned: bool = True) -> Finding:
     """Return the number of alarms of each kind and the time lost to interruptions."""
-    downtime = time_text(sum(each["downtime_seconds"] for each in interruptions))
+    downtime = duration(sum(each["downtime_seconds"] for each in interruptions))
     number = len(interruptions)
     restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
     restarted = f", {restarts} {RESTARTED}" * bool(restarts)

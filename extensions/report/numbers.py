@@ -5,7 +5,7 @@ import re
 from typing import Optional
 
 METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per length)"}
-SHARES = re.compile(r"(.*_)?acc(_norm)?|.*accuracy.*|.*exact_match|.*rouge.*|.*bleu|[mh]fu", re.IGNORECASE)
+SHARES = re.compile(r"(.*_)?acc(_norm)?|.*(accuracy|exact.match|rouge|bleu).*|[mh]fu\b.*", re.IGNORECASE)
 
 
 def number_text(value: Optional[float], stderr: Optional[float] = None, is_share: bool = False) -> str:
@@ -25,10 +25,15 @@ def number_text(value: Optional[float], stderr: Optional[float] = None, is_share
     return f"{value:,.{places}f}{f' ± {error:,.{places}f}' * bool(error)}{unit}"
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a metric, by its name or its title, is an accuracy or a score from 0 to 1."""
+    return SHARES.fullmatch(metric) is not None
+
+
 def metric_title(metric: str) -> str:
     return METRIC_TITLES.get(metric) or metric.replace("_", " ")
 
 
 def result_text(metric: str, value: Optional[float], stderr: Optional[float] = None) -> str:
-    """Return a metric's value with its standard error; accuracies and scores from 0 to 1 as percentages."""
-    return number_text(value, stderr, SHARES.fullmatch(metric) is not None)
+    """Return a metric's value with its standard error; shares as percentages."""
+    return number_text(value, stderr, is_share(metric))

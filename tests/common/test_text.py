@@ -7,8 +7,8 @@ import pytest
 from common.text import counted, duration, show_part, wrapped
 
 
-@pytest.mark.parametrize("seconds, shown", [(0, "0:00"), (59.9, "0:59"), (330, "5:30"), (3600, "1:00:00"), (7530, "2:05:30"),
-                                            (360_000, "100:00:00")])
+@pytest.mark.parametrize("seconds, shown", [(0, "0 s"), (25, "25 s"), (59.4, "59 s"), (59.9, "1 min 00 s"), (330, "5 min 30 s"), (3599.6, "1 h 00 min"),
+                                            (7530, "2 h 05 min"), (86_399, "23 h 59 min"), (86_400, "1 d 00 h"), (360_000, "4 d 04 h")])
 def test_durations(seconds, shown):
     assert duration(seconds) == shown
 

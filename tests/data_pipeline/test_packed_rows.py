@@ -174,7 +174,7 @@ def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remain
     chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
     assert (rows.examples, rows.truncated, rows.left_out) == (4, 2, 2)
-    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut to MAX_SEQ_LEN=8, 2 too long and left out"
+    assert rows.describe() == "4 chats in 4 rows, 93.8 % full, 2 cut to MAX_SEQ_LEN=8, 2 too long and left out"
     read = {}
     for row in range(len(rows)):
         batch = rows(np.array([row]))
@@ -215,7 +215,7 @@ def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_p
     pairs = opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20))), "pairs")
     rows = ExampleRows(pairs, 9)
     assert (rows.examples, rows.left_out, rows.truncated, rows.row_tokens) == (4, 0, 2, 18)
-    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {rows.fill:.1%} full, 2 cut to MAX_SEQ_LEN=9"
+    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {100 * rows.fill:.1f} % full, 2 cut to MAX_SEQ_LEN=9"
     found = {pair: [[*tokens, targets[-1]] for tokens, targets in documents] for pair, documents in documents_of(rows).items()}
     assert found == {0: [[1, 2, 3, 2, 2], [1, 2, 3, 3, 3, 3]], 1: [[1, 2, 3, 4, *[2] * 6], [1, 2, 3, 4, *[3] * 6]],
                      2: [[*range(44, 51), 2], [*range(44, 51), 3, 3, 3]],  # the prompt's end, beside the longer answer

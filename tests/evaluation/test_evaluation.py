@@ -21,7 +21,7 @@ from evaluation import during_run
 from evaluation.during_run import validation_loss
 from extensions import evaluate
 from extensions.inference.weights import load_model
-from extensions.report.paired import read_item_scores
+from extensions.report.items import read_item_scores
 from learn.objectives import ORPO, NextToken
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals

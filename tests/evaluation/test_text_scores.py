@@ -17,7 +17,7 @@ from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
-from extensions.report.paired import read_item_scores, unpacked_bits
+from extensions.report.items import read_item_scores, unpacked_bits
 from parallel.ranks import RunContext, StopSignals
 from plan.layers import read_flags
 from plan.make import make_plan

@@ -131,6 +131,23 @@ def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensib
     assert warnings(MAX_STEPS=99, DIM=32) == "", "a trial of the machinery"
 
 
+def test_where_a_model_will_recite_its_data_it_says_so(prepared, tmp_path, capsys):
+    """185 rows of 32 targets; the border is at 1,000 trained parameters for each target and pass, and at eight passes."""
+    def texts(run, **changes) -> str:
+        checked = Checked(run, capsys, VALIDATE_EVERY=0, **changes)
+        assert checked.code == 0, checked.out
+        return " ".join(checked.text("warn").split())
+
+    run = TinyRun(prepared, tmp_path, TOTAL_BATCH_SIZE=128, DIM=32, **UNMEASURED)
+    parameters = int(re.search(r"([\d,]+) parameters", Checked(run, capsys).text("ok"))[1].replace(",", ""))
+    border = 1000 / (parameters / (185 * 32)) * 185 / 4  # steps
+    assert "expect it to recite" not in texts(run, MAX_STEPS=int(0.98 * border))
+    assert f"expect it to recite: it trains {parameters / (185 * 32):,.0f} parameters for each target, and sees that" in texts(
+        run, MAX_STEPS=int(1.02 * border))
+    large = {"DIM": 256, "FFN_DIM": 1024}
+    assert "recite" not in texts(run, MAX_STEPS=int(7.9 * 185 / 4), **large) and "recite" in texts(run, MAX_STEPS=int(8.1 * 185 / 4), **large)
+
+
 def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--preset", "llama3-8b", "--check", "--device-memory", "80", "--world-size", "8"]

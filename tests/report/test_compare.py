@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -9,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.schema import packed_bits
-from extensions.decide import ERROR, compare
-from extensions.report.compare import comparison
+from extensions.decide import ERROR, compare, compare_items, holm, sign_test
+from extensions.report.compare import ONE_SEED, comparison
 from extensions.report.data import RunReader
-from extensions.report.paired import mcnemar, paired_t, sign_test
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
@@ -25,27 +25,36 @@ def test_the_sign_test_is_exact(a, b):
 def test_the_t_test_is_the_usual_one_and_weights_count_as_copies():
     stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
     a, b = rng.normal(size=(2, 24))
-    found = paired_t(a, b)
+    found = compare_items(a, b)
     assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-9)
     assert (found.a, found.b, found.difference) == pytest.approx((a.mean(), b.mean(), b.mean() - a.mean()))
-    assert paired_t(a, b, np.full(24, 512.0))[1:] == pytest.approx(found[1:])
-    weighted = paired_t(a, b, np.arange(1.0, 25.0))
+    assert compare_items(a, b, np.full(24, 512.0))[1:] == pytest.approx(found[1:])
+    weighted = compare_items(a, b, np.arange(1.0, 25.0))
     assert weighted.difference == pytest.approx(np.average(b - a, weights=np.arange(1, 25)))
 
 
 @pytest.mark.parametrize("shift, p", [(0.0, 1.0), (0.5, 0.0)])
 def test_a_constant_difference_is_no_division_by_zero(shift, p):
     a = np.array([1.0, 2.0, 4.0])
-    assert paired_t(a, a + shift).p == p
-    assert paired_t(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
+    assert compare_items(a, a + shift).p == p
+    assert compare_items(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
 
 
 def test_the_error_of_a_difference_of_accuracies_is_that_of_the_paired_differences():
     a, b = np.random.default_rng(0).random((2, 300)) < [[0.5], [0.7]]
-    found, differences = mcnemar(a, b), b.astype(float) - a
+    found, differences = compare_items(a, b), b.astype(float) - a
     assert found.difference == pytest.approx(differences.mean())
     assert found.stderr == pytest.approx(differences.std(ddof=1) / math.sqrt(300))
-    assert mcnemar(a, a)[3:] == (0, 0, 1)
+    assert compare_items(a, a)[3:] == (0, 0, 1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_multiplies_the_smallest_by_all_the_next_by_one_less_and_keeps_the_order(p_values):
+    """By its definition: the rank-th smallest is at least those before it, and (number - rank) times itself."""
+    found, number = holm(p_values), len(p_values)
+    for p, corrected in zip(p_values, found):
+        ranked = sorted(p_values)
+        assert corrected == pytest.approx(min(1.0, max((number - rank) * each for rank, each in enumerate(ranked) if each <= p)))
 
 
 def write_run(folder, settings, metrics, evaluations):
@@ -86,12 +95,12 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}, {"value": 2.0, "stderr": 0.1, "step": 10, "is_better": True}]
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
     assert rows["stories accuracy at step 10"][0] == {"value": 0.5, "stderr": None, "step": 10}
-    accuracy, loss = found["tests"]
+    loss, accuracy = found["tests"]
     assert accuracy["sentence"] == "stories accuracy at step 10: of these two models, b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
     assert loss["sentence"].startswith("validation loss at step 10: of these two models, b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
-    assert found["sentences"][:2] == [accuracy["sentence"], loss["sentence"]] and found["sentences"][2].startswith("One seed each: this compares models, not recipes")
+    assert found["sentences"][:2] == [loss["sentence"], accuracy["sentence"]] and found["sentences"][2].startswith("One seed each: this compares models, not recipes")
     marked = [(row["name"], [bool(cell and cell.get("is_better")) for cell in row["cells"]]) for row in found["results"]
               if any(cell and cell.get("is_better") for cell in row["cells"])]
     assert marked == [("validation loss at step 10", [False, True]), ("stories accuracy at step 10", [False, True])], "bold only where a test says so"
@@ -102,7 +111,7 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
     b = write_run(tmp_path / "b", {}, [{"step": 16, "val_loss": 3.0}], scored(16, right[1]))
     found = comparison([a, b])
     assert found["tests"] == [] and found["refused"] == [
-        f"{title}: a (last at step 24) and b (last at step 16) did not score the same items at the same step, so there is no test"
+        f"{title}: a and b did not score the same items at the same step (last at 24 and 16), so there is no test"
         for title in ("HellaSwag", "validation")]
     row = found["results"][0]
     assert (row["name"], row["better"]) == ("validation loss (last)", None), "no winner between different steps"
@@ -119,9 +128,10 @@ def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     found = comparison(runs)
     assert [cell["value"] for cell in found["results"][0]["cells"]] == [2.5, 2.5, 2.5, None], "at step 10, not at the last finite one"
     assert found["configurations"] == []
-    assert found["refused"] == ["validation: at step 10, scores of nan are NaN or infinite, so there is no test"] * 3
-    assert {test["step"] for test in found["tests"]} == {10} and len(found["tests"]) == 6 + 3
-    assert [each for each in found["sentences"] if each.startswith("One seed")] == found["sentences"], "of more than two runs, a matrix"
+    assert found["refused"] == ["validation: a and nan have NaN or infinite scores at step 10 (nan), so there is no test"]
+    assert [(test["name"], test["a"], test["b"], test["step"]) for test in found["tests"]] == [
+        *(("validation loss", "a", other, 10) for other in "bc"), *(("HellaSwag accuracy", "a", other, 10) for other in ("b", "c", "nan"))]
+    assert found["sentences"] == [test["sentence"] for test in found["tests"]] + [ONE_SEED], "each other run against the first"
 
 
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
@@ -133,23 +143,40 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     losses = [write_run(tmp_path / f"loss-{items}", {}, [{"step": 10, "val_loss": 2.0, "hellaswag_acc": 0.5, "hellaswag_acc_norm": 0.5, "tokens_per_second": 9.0}],
                         scored(10, right[0], items=items)) for items in ("abc", "abc ", "def")]
     (losses[1].folder / "evaluations.jsonl").write_text((losses[0].folder / "evaluations.jsonl").read_text())
+    losses[1] = RunReader(losses[1].folder, losses[1].name)
+    losses[1].read()
     for runs, better in ((losses[:2], ["lower", "lower", "higher", "higher", "higher"]), (losses[1:], [None] * 4 + ["higher"])):
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: these two models do not differ significantly, a and same: 0.0 ± 0.0 points (p = 1, 1,000 items)"
+    assert [test["sentence"] for test in tests] == [
+        f"{label} at step 10: these two models do not differ significantly, a and same: {size} (p = 1, {items} items)"
+        for label, size, items in (("validation loss", "0.0000", "16"), ("HellaSwag accuracy", "0.0 points", "1,000"))]
+
+
+def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):
+    for count, refused in ((1, "1 chat"), (9, "9 chats"), (10, None)):
+        losses = [0.1 * place for place in range(count)]
+        runs = [write_run(tmp_path / f"{name}{count}", {}, [{"step": 5, "val_loss": 1.0}],
+                          [{"step": 5, "name": "validation", "items": "x", "n": count, "kind": "chats", "loss": [each + shift for each in losses], "count": [9] * count}])
+                for name, shift in (("a", 0.0), ("b", 0.5))]
+        found = comparison(runs)
+        assert bool(found["tests"]) == (refused is None)
+        assert found["refused"] == [f"validation: a{count} and b{count} share {refused}, and a verdict needs 10, so there is no test"] * bool(refused)
+        assert ("p < 0.0001, 10 chats" in found["sentences"][0]) == (refused is None) and not any("±" in each for each in found["sentences"][:-1] if refused)
 
 
 @pytest.fixture
 def seeded(tmp_path):
     """Write runs: losses by learning rate and seed; None is a run that failed at step 0."""
-    def write(losses):
+    def write(losses, last=MappingProxyType({})):
         runs = []
         for rate, values in losses.items():
+            steps = last.get(rate, 10)
             for seed, loss in enumerate(values):
                 name = f"{rate}-{seed}"
-                settings = {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": name, "MAX_STEPS": 10}
+                settings = {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": name, "MAX_STEPS": steps}
                 metrics = [{"step": 0, "val_loss": 3.0, "time": 1.0}]
-                metrics += [{"step": 10, "val_loss": loss, "time": 2.0}] * (loss is not None)
+                metrics += [{"step": steps, "val_loss": loss, "time": 2.0}] * (loss is not None)
                 run = write_run(tmp_path / name, settings, metrics, [])
                 end = {"time": 3.0, "step": metrics[-1]["step"], "event": "end", "reason": "finished" if loss is not None else "the loss is NaN"}
                 (run.folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ({"time": 0.0, "step": 0, "event": "start"}, end)))
@@ -167,7 +194,7 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
     found = comparison(runs)
     assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses]
     for made, values in zip(found["configurations"], losses.values()):
-        assert (made["results"][0]["mean"], made["results"][0]["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
+        assert (made["mean"], made["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
     assert found["tests"] == [], "the unit is a seed, not an item"
     worse, better, unknown = found["sentences"]
     for text, rate in ((worse, 0.2), (better, 0.3)):
@@ -181,6 +208,29 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(seeded):
         "validation loss at step 10: undecided between LEARNING_RATE=0.1 and LEARNING_RATE=0.2 (3 seeds in common; 6 or more can decide)"]
 
 
+def test_finished_runs_of_other_lengths_are_compared_at_their_ends_and_not_at_the_first_step(seeded):
+    """Recipes may differ in MAX_STEPS."""
+    runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8}, last={0.2: 7})
+    assert comparison(runs)["sentences"][0].startswith("validation loss (last): LEARNING_RATE=0.2, MAX_STEPS=7 is better than LEARNING_RATE=0.1, MAX_STEPS=10")
+    with (runs[0].folder / "events.jsonl").open("a") as events:
+        events.write("".join(json.dumps({"time": 4.0, "step": 10, **each}) + "\n" for each in (
+            {"event": "start"}, {"event": "end", "reason": "stopped by a signal"})))
+    begun = RunReader(runs[0].folder, "begun")
+    begun.read()
+    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): there is no common step, or no common items, so there is no verdict"]
+
+
+def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
+    """Two data sets, each with its own held-out part."""
+    runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8})
+    for run in runs:
+        run.items = {"validation": {str(run.settings["LEARNING_RATE"])}}
+    assert comparison(runs)["sentences"] == ["validation loss at step 10: there is no common step, or no common items, so there is no verdict"]
+    for run in runs:
+        run.items = {"validation": {"same", run.name}}
+    assert "LEARNING_RATE=0.2 is better than LEARNING_RATE=0.1" in comparison(runs)["sentences"][0]
+
+
 def test_two_seeds_of_one_recipe_are_not_tested(seeded):
     """Issue 71: a run was called better than its twin, p = 0.00075."""
     found = comparison(seeded({0.1: [2.0, 2.092]}))
@@ -191,5 +241,5 @@ def test_a_failed_run_is_named_and_left_out_of_means(seeded):
     found = comparison(seeded({0.1: [2.0, 2.1, 2.2], 0.2: [2.5, None, 2.7]}))
     assert found["results"][0]["name"] == "validation loss at step 10", "not at step 0, where the failed run ended"
     assert [cell and cell["value"] for cell in found["results"][0]["cells"]] == [2.0, 2.1, 2.2, 2.5, None, 2.7]
-    assert [(made["results"][0]["n"], made["results"][0]["mean"]) for made in found["configurations"]] == [(3, pytest.approx(2.1)), (2, pytest.approx(2.6))]
-    assert found["sentences"][1] == "0.2-1 failed after 0 of 10 steps: the loss is NaN; it is left out of means" and "2 seeds in common" in found["sentences"][0]
+    assert [(made["n"], made["mean"]) for made in found["configurations"]] == [(3, pytest.approx(2.1)), (2, pytest.approx(2.6))]
+    assert found["sentences"][1] == "0.2-1 failed after 0 of 10 steps: the loss is NaN; it counts as the worst, and is left out of means" and "3 seeds in common" in found["sentences"][0]

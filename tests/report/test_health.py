@@ -9,7 +9,7 @@ from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
-from extensions.report.paired import ItemScores, trends
+from extensions.report.items import ItemScores, trends
 
 
 def curves(**values: list[float]) -> dict[str, Curve]:
@@ -63,7 +63,7 @@ def test_the_same_rows_are_compared_in_pairs():
     assert not next(learning(values, "finished", (), ""))[0], "unpaired, it did not"
     stats = pytest.importorskip("scipy.stats")
     first, last = (each.scores["loss"] for each in (followed["val_loss"].first, followed["val_loss"].last))
-    test, expected = followed["val_loss"].change(), stats.ttest_rel(last, first)
+    test, expected = followed["val_loss"].against(followed["val_loss"].first), stats.ttest_rel(last, first)
     assert (test.difference / test.stderr, test.p) == pytest.approx((expected.statistic, expected.pvalue)) and expected.statistic == pytest.approx(-15)
 
 
@@ -83,8 +83,8 @@ def test_other_items_are_another_trend_and_one_item_proves_nothing():
     _, followed = measured(7.0, 3.0)
     trend, last = followed["val_loss"], followed["val_loss"].last
     trend.add(last._replace(items="other", step=30))
-    assert (trend.first, trend.best) == (trend.last, trend.last) and trend.change() is None and trend.rise() is None
-    assert measured(7.0, 3.0, n=1)[1]["val_loss"].change() is None
+    assert (trend.first, trend.best) == (trend.last, trend.last) and trend.against(trend.first) is None and trend.rise() is None
+    assert measured(7.0, 3.0, n=1)[1]["val_loss"].rise() is None
 
 
 def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():

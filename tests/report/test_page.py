@@ -205,7 +205,7 @@ def test_six_runs_of_an_arm_are_averaged_and_fewer_are_a_line_each(show, seeds, 
     runs = [run(f"{arm}{seed}", 0.1 * seed) for arm in "ab" for seed in range(seeds)]
     data = report(*runs)
     data["comparison"]["configurations"] = [{"name": arm, "runs": [each["name"] for each in runs if each["name"][0] == arm],
-                                             "results": [{"n": seeds, "mean": 2.5, "stderr": 0.1}]} for arm in "ab"]
+                                             "n": seeds, "mean": 2.5, "stderr": 0.1} for arm in "ab"]
     page = show(data)
     page.evaluate("view.hidden.clear(); refresh()")
     found = page.evaluate("charts.get('loss').lines.filter(({series}) => series.curve === 'train_loss').map((line) => line.color)")

@@ -9,6 +9,7 @@ from factories import TinyRun, stop_at
 
 from common.errors import CheckpointError
 from common.files import FileLock
+from extensions.report.data import as_words
 from extensions.report.goodput import KILLED
 from extensions.report.page import Report, as_text, render
 
@@ -170,6 +171,16 @@ def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("nonsense")
     with pytest.raises(CheckpointError, match="invalid: config.json"):
         Report([tmp_path])
+
+
+@pytest.mark.parametrize("recorded, shown", [
+    ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWho is Tim?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "user\nWho is Tim?\nassistant"),
+    ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nA\n\nB<|im_end|>\n<|im_start|>assistant\n", "system\nBe kind.\nuser\nA\n\nB\nassistant"),
+    ("<s>[INST] Who is Tim? [/INST]", "Who is Tim? "), ("<｜User｜>Hi<｜Assistant｜>", "Hi"),
+    ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "user\nHi\nmodel"), (" if a < b and c > d | e", " if a < b and c > d | e")])
+def test_prompts_read_as_words(recorded, shown):
+    """Those of Llama 3, ChatML, Mistral, DeepSeek and Gemma; what is no control token stays."""
+    assert as_words(recorded) == shown
 
 
 def write_long(folder, steps: int, every: int) -> None:

@@ -41,11 +41,11 @@ def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
     log = make_log(tmp_path)
     log.info(console_line(200, 1000, METRICS, 330.9))
     log.close()
-    line = "[CPU0] Step [200/1000] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | MFU: 41.2% | ETA: 5:30\n"
+    line = "[CPU0] Step [200/1000] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | MFU: 41.2 % | ETA: 5 min 31 s\n"
     assert capsys.readouterr().out == line
     assert (tmp_path / "log" / "rank-0.txt").read_text() == line
     unknown_peak = {name: value for name, value in METRICS.items() if name != "mfu"}
-    assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2%", "")
+    assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2 %", "")
 
 
 def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, tmp_path):

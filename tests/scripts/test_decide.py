@@ -11,7 +11,7 @@ import pytest
 from commands import Command, python
 from factories import TinyRun
 
-from common.errors import SettingsError
+from common.errors import PaddockError, SettingsError
 from extensions.report.data import RunReader
 from scripts import decide
 from scripts.decide import Comparison
@@ -84,12 +84,17 @@ def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
     assert not run.output_dir.exists()
 
 
-def fake_run(folder, loss, reason="finished", settings=(), rows="same"):
-    """A run of two steps that ended with this loss, or failed."""
-    folder.mkdir(parents=True)
-    steps = 2 if reason == "finished" else 1
+def fake_run(folder, loss, reason="finished", settings=(), rows="same", data="one", items="one", step_seconds=(0.5,)):
+    """A run of two steps that ended with this loss, or failed; or of a step for each of these times."""
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"identity": {"PRETRAIN_DATA_PATH": data, "HIDDEN_DIM": len(folder.name)}}))
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 0, "name": "validation", "items": items, "n": 1, "loss": [1.0], "count": [1]}) + "\n")
+    steps = max(2, len(step_seconds)) if reason != "loss is NaN" else 1
     (folder / "config.json").write_text(json.dumps({"TRAINING_STAGE": "pretrain", "MAX_STEPS": 2, "TOTAL_BATCH_SIZE": 64, **dict(settings)}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "val_loss": loss, "time": 1.0}) + "\n")
+    timed = [{"step": step, "step_seconds": each, "time": 1.0} for step, each in enumerate(step_seconds, 1 + steps - len(step_seconds))]
+    timed[-1]["val_loss"] = loss
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed))
     (folder / "ledger.jsonl").write_text("".join(json.dumps({"step": step, "rows_crc32": rows, "loss": loss, "grad_norm": 1.0, "updated": True})
                                                  + "\n" for step in range(1, steps + 1)))
     events = [{"time": 1.0, "step": 0, "event": "start"}, {"time": 2.0, "step": steps, "event": "end", "reason": reason}]
@@ -102,20 +107,28 @@ def compared(tmp_path, monkeypatch):
     class FakeTrial(decide.Trial):
         pass
 
-    def compare(losses, error=0.05, margin=0.0, pairs=20, judge=None, **kinds):
+    flags_of = {}
+
+    def make_trial(folder, flags, chosen):
+        flags_of[folder.name] = flags
+        return FakeTrial(folder, flags)
+
+    def compare(losses, error=0.05, margin=0.0, pairs=20, judge=None, pilots=None, **kinds):
         folder = tmp_path / "runs" / "x"
         shutil.rmtree(folder, ignore_errors=True)
         for arm, values in losses.items():
             for seed, value in enumerate(values):
                 loss, reason = (None, value) if isinstance(value, str) else (value, "finished")
                 fake_run(folder / f"x-{arm}-seed{seed}", loss, reason, **kinds.get(arm, {}))
-        monkeypatch.setattr(decide, "make_trial", lambda folder, flags, chosen: FakeTrial(folder, flags))
+        for arm, step_seconds in (pilots or {}).items():
+            fake_run(folder / f"x-{arm}-pilot", 9.0, "STOP_STEP" if len(step_seconds) == 20 else "loss is NaN", step_seconds=step_seconds)
+        monkeypatch.setattr(decide, "make_trial", make_trial)
         monkeypatch.setattr(decide, "gpus_of", lambda config: [None])
-        config = SimpleNamespace(seed=0, data_seed=None, output_dir=str(tmp_path / "runs"))
-        args = SimpleNamespace(name="x", judge=judge, error=error, margin=margin, pairs=pairs, budget=float("inf"), equal=None)
+        config = SimpleNamespace(seed=0, data_seed=None, output_dir=str(tmp_path / "runs"), max_steps=100, total_batch_size=64, epochs=None)
+        args = SimpleNamespace(name="x", judge=judge, error=error, margin=margin, pairs=pairs, budget=float("inf"), equal=pilots and "seconds")
         comparison = Comparison(args, [decide.Arm(arm, arm, [], config) for arm in losses])
         comparison.run()
-        return data_of(folder / "decide.html")["comparison"]
+        return data_of(folder / "decide.html")["comparison"] | {"flags": flags_of}
 
     return compare
 
@@ -127,10 +140,28 @@ def test_the_sentence_says_what_the_runs_say(compared):
     alike = compared({"a": [2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001], "b": [2.001, 2.0, 2.001, 2.0, 2.001, 2.0, 2.001, 2.0]},
                      margin=0.01, b={"rows": "others"})["sentences"]
     assert "a and b have no difference that matters: b minus a is between -0.0" in alike[0] and len(alike) == 1, "other rows are not called the same"
+    other_data = compared({"a": [2.0], "b": [2.1]}, pairs=1, b={"data": "other"})["sentences"]
+    longer = compared({"a": [2.0], "b": [2.1]}, pairs=1, b={"settings": {"MAX_SEQ_LEN": 64}})["sentences"]
+    assert len(other_data) == len(longer) == 1, "equal numbers of rows in other data are not the same rows"
+    with pytest.raises(SettingsError, match="--judge val_loss: the arms were evaluated on different items; set the same VALIDATION_DATA_PATH"):
+        compared({"a": [2.0], "b": [2.1]}, b={"data": "other", "items": "other"})
     with pytest.raises(SettingsError, match="--judge accuracy.*val_loss"):
         compared({"a": [2.0], "b": [2.1]}, judge="accuracy")
     undecided = compared({"a": [2.0, 2.0], "b": [2.1, 1.9]}, pairs=2)["sentences"][0]
     assert undecided == ("validation loss: undecided between a and b; 2 pairs so far, --pairs allows no more; a decision takes 6 or more.")
+
+
+def test_equal_seconds_are_steps_by_the_recorded_times_of_pilots_and_the_sentence_has_the_times_of_the_runs(compared):
+    """A step of b takes 2.5 times as long, after the first ten, which compile. Its runs took 20 % longer than forecast."""
+    pilots = {"a": [9.0] * 10 + [0.1] * 9 + [5.0], "b": [1.0] * 10 + [0.25] * 10}
+    kinds = {"a": {"step_seconds": [0.1] * 100, "settings": {"MAX_STEPS": 100}}, "b": {"step_seconds": [0.3] * 40, "settings": {"MAX_STEPS": 40}}}
+    found = compared({"a": [2.0], "b": [1.5]}, pairs=1, pilots=pilots, **kinds)
+    assert {name: flags for name, flags in found["flags"].items() if "seed" in name} == {"x-a-seed0": ["--max-steps=100"], "x-b-seed0": ["--max-steps=40"]}
+    assert "(b has 0.40 times the tokens and 0.40 times the FLOPs and 1.20 times the seconds of a)" in found["sentences"][0]
+    without = compared({"a": [2.0], "b": [1.5]}, pairs=1, **kinds)
+    assert "seconds" not in without["sentences"][0] and without["flags"]["x-b-seed0"] == []
+    with pytest.raises(PaddockError, match="x-b-pilot failed, so its time for a step is unknown"):
+        compared({"a": [2.0], "b": [1.5]}, pairs=1, pilots=pilots | {"b": [1.0] * 3})
 
 
 def test_a_failed_run_counts_as_the_worst_and_is_named(compared):

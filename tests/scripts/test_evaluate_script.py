@@ -15,7 +15,8 @@ from commands import ROOT
 from factories import start, tiny_model_folder
 
 from common.errors import CheckpointError, DataError, SettingsError
-from extensions.report.paired import paired_t, read_item_scores
+from extensions.decide import compare_items
+from extensions.report.items import read_item_scores
 from tokenizer import load_tokenizer
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
@@ -72,7 +73,7 @@ def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     scores = {(each.step, each.name): each.scores for each in read_item_scores(whole.folder / "evaluations.jsonl")}
     before, after = (scores[step, "validation"] for step in (2, 6))
-    expected = paired_t(before["loss"], after["loss"], after["count"])
+    expected = compare_items(before["loss"], after["loss"], after["count"])
     assert found["tests"]["validation loss"] == pytest.approx(expected._asdict())
     assert (found["before"]["step"], found["step"], found["metrics"]) == (2, 6, logged(whole, 6))
     assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"}

@@ -9,13 +9,15 @@ import pytest
 from commands import Command, python
 from factories import TinyRun
 
+from extensions.report.numbers import number_text
 from scripts.sweep import parse_args
 
 
 @pytest.mark.slow
 def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
-    sweep = ("scripts/sweep.py", "--vary", "learning_rate=0.01,1e15", "--name", "rates", *run.argv())
+    flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
+    sweep = ("scripts/sweep.py", "--vary", "learning_rate=0.01,1e15", "--name", "rates", *flags)
     best = tmp_path / "runs" / "rates" / "learning_rate-0.01.seed-1337"
     with Command(run, *sweep) as first:
         first.wait_for((best / "metrics.jsonl").exists)
@@ -25,7 +27,9 @@ def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
     failed = second.stderr.splitlines()[-1]
     assert second.returncode == 1 and "1 of 2 runs failed" in failed and "(exit code 4)" in failed
     assert (best / "ledger.jsonl").read_bytes() == (whole.folder / "ledger.jsonl").read_bytes(), "the seed and rate of `whole`"
-    assert re.search(rf"^{best.name} +{whole.metrics()[-1]['val_loss']:.4f}$", second.stdout, re.MULTILINE)
+    last = whole.metrics()[-1]
+    assert re.search(rf"^{best.name} +{number_text(last['val_loss'], last['val_loss_stderr'])}$", second.stdout, re.MULTILINE)
+    assert "learning_rate-1e15.seed-1337 failed after" in second.stdout, "it is named, and not averaged in"
     assert (best.parent / "report.html").is_file()
 
 

@@ -332,28 +332,6 @@ function facts() {
 
 const isShare = (name) => /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name);
 
-/** The paired tests of each metric as a matrix: row's run minus column's run. */
-function matrices(tests) {
-  const names = [...new Set(tests.flatMap(({a, b}) => [a, b]))];
-  const stepsOf = (measure) => [...new Set(tests.filter(({name}) => name === measure).map(({step}) => step))];
-  const cell = (measure, row, column) => {
-    const isOf = ({a, b}) => [a, b].includes(row) && [a, b].includes(column);
-    const test = tests.find((each) => each.name === measure && isOf(each));
-    if (!test || row === column) return "";
-    const scale = isShare(measure) ? 100 : 1, value = (row === test.b ? scale : -scale) * test.difference;
-    const how = isShare(measure) ? {places: 1} : {};
-    const size = measured(Math.abs(value), scale * test.stderr, how), sign = value < 0 ? "−" : "+";
-    const isBetter = test.better && test[test.better] === row, mark = isBetter ? " ✓" : "";
-    return h("span", {class: isBetter && "best"}, sign, size, mark,
-      stepsOf(measure).length > 1 && h("small", {}, ` at step ${whole(test.step)}`));
-  };
-  const caption = (measure, [step, ...others]) =>
-    `${measure}${others.length ? "" : ` at step ${whole(step)}`}: row minus column`
-    + `${isShare(measure) ? " in points" : ""}, ± standard error; ✓ = significantly better`;
-  return [...new Set(tests.map(({name}) => name))].map((measure) => table(caption(measure, stepsOf(measure)),
-    ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
-}
-
 /** A row of results; what a test says to be better is highlighted. */
 function resultRow({name, better, cells, percent}) {
   const how = {percent: percent ?? isShare(name)};
@@ -379,11 +357,10 @@ function answer() {
 
 function comparison() {
   if (!report.comparison) return [];
-  const {settings: differing, results, tests, refused, configurations = []} = report.comparison;
+  const {settings: differing, results, refused, configurations = []} = report.comparison;
   const names = report.runs.map(named);
-  const list = (each) => h("ul", {class: "tests"}, each.map((sentence) => h("li", {}, sentence)));
-  const how = {places: placesOf([configurations[0]?.results[0].mean ?? 1])};
-  const overSeeds = configurations.map(({name, runs, results: [{n, mean, stderr}]}) =>
+  const how = {places: placesOf([configurations[0]?.mean ?? 1])};
+  const overSeeds = configurations.map(({name, runs, n, mean, stderr}) =>
     [name, n === runs.length ? whole(n) : `${whole(n)} of ${whole(runs.length)}`,
       n && mean === null ? "not finite" : format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
   const values = differing.map((each) => [each.name, ...each.values.map((value) => value ?? "–")]);
@@ -394,8 +371,8 @@ function comparison() {
   return [box(
     overSeeds.length > 0 && table("Over seeds, ± standard error",
       ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
-    isMany() && tests.length > 0 && matrices(tests),
-    refused.length > 0 && h("details", {open: !isMany()}, h("summary", {}, "Runs without a test"), list(refused)),
+    refused.length > 0 && h("details", {open: !isMany()}, h("summary", {}, "Runs without a test"),
+      h("ul", {class: "tests"}, refused.map((sentence) => h("li", {}, sentence)))),
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 

@@ -48,23 +48,9 @@ const seedRow = (each) => {
     `${signOf(each)}${differenceOf(each)}`, each.sentence];
 };
 
-/** The main result: over seeds, if there are several. */
-function verdict() {
-  const over = data.seeds[0], test = data.tests[0], main = over ?? test;
-  const made = data.left_out ? `Without ${data.left_out}` : `With ${Object.entries(data.settings)
-    .map((pair) => pair.join("=")).join(", ")} from step ${data.first.toLocaleString("en")} on`;
-  if (!main) return `${made}, nothing was measured that both arms have.`;
-  const name = over ? `${over.name}, as a mean over ${over.runs.length} seeds,`
-    : `${test.name} at step ${test.step.toLocaleString("en")}`;
-  const [before, after] = over ? [mean(over.runs), mean(over.arms)] : [test.a_value, test.b_value];
-  return `${made}, the ${name} is ${differenceOf(main)} ${main.difference < 0 ? "lower" : "higher"}: `
-    + `${valueOf(main, after)} instead of ${valueOf(main, before)}`
-    + `${over || main.p < 0.05 ? "" : `, which may be chance (p = ${pOf(main.p)})`}. ${data.answer}`;
-}
-
 byId("main").replaceChildren(...[
   h("h1", {style: "margin-top: 16px"}, data.title),
-  h("p", {class: "health"}, verdict()),
+  h("p", {class: "health"}, data.answer),
   section("What differs", change, h("p", {}, `The other arm ${data.fork ? `continues the checkpoint of step ${data.fork.toLocaleString("en")}` : "begins at the start"}. ${parted}`)),
   section("What it did", data.curves.flat(2).length > 1 && h("div", {id: "losses", class: "charts"}), rows.length
     ? table("Paired differences of these two models on the same items, at the last step", ["result", "the run", "the other arm", "difference", "p", "items"], rows)
