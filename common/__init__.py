@@ -8,6 +8,6 @@ interrupts.install()  # before any other import, which a signal would interrupt 
 
 from common.text import report_uncaught  # noqa: E402
 
-__version__ = "0.9.0"
+__version__ = "1.0.0"
 
 sys.excepthook = report_uncaught  # here, so that a script whose first import fails explains what to do

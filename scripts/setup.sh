@@ -10,6 +10,7 @@
 # these packages of a requirements file. Packages whose installation was
 # interrupted are found by their lists of files, and installed again.
 
+TORCH=2.13.0  # is installed where there is none
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
 
 set_up() {
@@ -21,18 +22,18 @@ set_up() {
     run python scripts/environment.py --repair "${@%%:*}" \
         || { echo "error: could not repair $prefix; delete it, and run the same command again" >&2; exit 1; }
     for file in "$@"; do
-        stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch==' | cksum | tr -d ' ')
+        stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch[<>=]' | cksum | tr -d ' ')
         [ -e "$stamp" ] || { missing+=("$file"); stamps+=("$stamp"); }
     done
     [ ${#missing[@]} -gt 0 ] || { exec 9>&-; return 0; }  # the lock ends here
     names="${missing[*]#*:}" names=${names//,/, }
     echo "Installing $names into $prefix (only once, takes a minute or two) ..."
     wanted=$(for file in "${missing[@]}"; do requirements "$file"; done)
-    if [[ $wanted == *torch==* ]]; then
-        has_torch python || install_torch "$(sed -n 's/^torch==//p' <<< "$wanted")"
+    if grep -q '^torch[<>=]' <<< "$wanted"; then
+        has_torch python || install_torch "$TORCH"
         # Pin the installed torch, so that no requirement replaces it.
         { torch=$(python -c 'from importlib.metadata import version; print(version("torch"))'); } 2> /dev/null
-        wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$torch
+        wanted=$(grep -v '^torch[<>=]' <<< "$wanted")$'\n'torch==$torch
     fi
     install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install $names; run the same command to try again" >&2; exit 1; }
     touch "${stamps[@]}" 2> /dev/null || true  # may fail in another user's environment

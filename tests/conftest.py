@@ -32,6 +32,7 @@ settings.load_profile("paddock")
 MAY_BE_MISSING = (
     "needs a GPU", "no GPU is here", "a GPU is here", "is a CPU build",
     "compiled once on a CPU", "selective is the compiler's", "ATTENTION_BACKEND=",  # test_gpu.py on a CPU
+    "its path has a space",  # .ci/tests runs these tests by another path
     "needs root", "need root", "no such address",
     "folder of real data", "among the real data", "not a git checkout",
     "vllm is not installed", "LLAMA_CPP",
@@ -52,6 +53,15 @@ def refuse_skip(report):
 def pytest_collection_modifyitems(items):
     """Test files that start processes or browsers come first: their tests take long, and a file is one worker's."""
     items.sort(key=lambda item: not {"system", "scripts", "style", "parallel", "report", "serving"} & {*item.path.parent.relative_to(ROOT).parts})
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("compiler"):
+        from config import Config
+        from model_utils import why_not_compile
+
+        if reason := why_not_compile(Config(compile=True), "cpu"):
+            pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -72,10 +72,19 @@ def tokens_of(folder, split, tokenizer):
     return token_set.read(0, token_set.tokens).tolist()
 
 
+def documents_of(folder, split, tokenizer):
+    ids = np.array(tokens_of(folder, split, tokenizer))
+    return [tokenizer.decode(document[1:-1]) for document in np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])]
+
+
+def read_manifest(folder):
+    return json.loads((folder / MANIFEST).read_text())
+
+
 def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_path):
     texts = stories(200)
     folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out")
-    tokenizer, manifest = load_tokenizer(tokenizer_path, "tiktoken"), json.loads((folder / MANIFEST).read_text())
+    tokenizer, manifest = load_tokenizer(tokenizer_path, "tiktoken"), read_manifest(folder)
     for split in ("train", "validation"):
         kept = [text for text in texts if split_of(identity_of(text), 0.1) == split]
         assert tokens_of(folder, split, tokenizer) == [i for text in kept for i in tokenizer.encode_document(text)]
@@ -92,16 +101,12 @@ def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_
 
 
 def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path, tokenizer_path):
-    texts = ["👩‍👩‍👧‍👦 \u200d", "e\u0301 is no \u00e9", "<|eot_id|><|begin_of_text|>", "\u200b", "a\r\nb\x85 \ufeff",
-             "日本語\U0010ffff"]
-    folder = prepare(write_texts(tmp_path / "x.jsonl", [*texts, "", " \n"]), tokenizer_path, tmp_path / "out",
-                     validation_fraction=0)
-    tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
-    ids = np.array(tokens_of(folder, "train", tokenizer))
-    documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])
-    assert [tokenizer.decode(document[1:-1]) for document in documents] == texts
-    assert np.isin(ids, list(tokenizer.special_ids.values())).sum() == 2 * len(texts)
-    assert json.loads((folder / MANIFEST).read_text())["skipped"]["empty"] == 2
+    texts = ["👩‍👩‍👧‍👦 \u200d", "e\u0301 is no \u00e9", "<|eot_id|><|begin_of_text|>", "\u200b", "a\r\nb\x85 \ufeff", "日本語\U0010ffff"]
+    source = write_texts(tmp_path / "x.jsonl", [*texts, "", " \n"])
+    folder, tokenizer = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=0), load_tokenizer(tokenizer_path, "tiktoken")
+    assert documents_of(folder, "train", tokenizer) == texts
+    assert np.isin(tokens_of(folder, "train", tokenizer), list(tokenizer.special_ids.values())).sum() == 2 * len(texts)
+    assert read_manifest(folder)["skipped"]["empty"] == 2
 
 
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, monkeypatch):
@@ -130,16 +135,10 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
     for number, act in enumerate(acts):
         (tmp_path / f"act-{number}.txt").write_text(act)
     folder = prepare(str(tmp_path / "*.txt"), tokenizer_path, tmp_path / "out", validation_fraction=None)
-    tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
-    parts = {}
-    for split in ("train", "validation"):
-        ids = np.array(tokens_of(folder, split, tokenizer))
-        documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])
-        parts[split] = [tokenizer.decode(document[1:-1]) for document in documents]
-    assert [head + tail for head, tail in zip(parts["train"], parts["validation"], strict=True)] == acts
-    assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(*parts.values()))
+    heads, tails = (documents_of(folder, split, load_tokenizer(tokenizer_path, "tiktoken")) for split in ("train", "validation"))
+    assert [head + tail for head, tail in zip(heads, tails, strict=True)] == acts
+    assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(heads, tails))
     assert "10 % of each document" in "\n".join(describe(folder))
-    assert "so the end of each is held out here, and others may train on it" in "\n".join(describe(folder))
 
 
 def test_few_documents_hold_out_what_all_sets_hold_out(tmp_path, tokenizer_path):
@@ -160,17 +159,12 @@ def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, 
     texts = [f"Tale {number}" for number in range(documents)]
     source = write_texts(tmp_path / "x.jsonl", texts)
     folder = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=None)
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = read_manifest(folder)
     if fraction is None:  # the end of each
         assert manifest["cut_from_each"] == 0.1 and manifest["splits"]["validation"]["documents"] == documents
         return
     by_hash = sum(int(hashlib.sha256(text.lower().encode()).hexdigest()[:16], 16) < fraction * 2**64 for text in texts)
     assert manifest["splits"]["validation"]["documents"] == max(1, by_hash)
-
-
-def documents_of(folder, split, tokenizer):
-    ids = np.array(tokens_of(folder, split, tokenizer))
-    return [tokenizer.decode(document[1:-1]) for document in np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])]
 
 
 def test_no_set_trains_on_what_another_one_holds_out(tmp_path, tokenizer_path):
@@ -184,21 +178,10 @@ def test_no_set_trains_on_what_another_one_holds_out(tmp_path, tokenizer_path):
     trained, measured = ({*map(identity_of, documents_of(other, split, tokenizer))} for split in ("train", "validation"))
     assert held_out == {text for text in map(identity_of, small) if split_of(text, 0.05) == "validation"}
     assert len(held_out) > 5 and not held_out & trained and held_out & measured < held_out
-    manifest = json.loads((other / MANIFEST).read_text())
+    manifest = read_manifest(other)
     assert manifest["reserved"] == sum(split_of(identity_of(text), 0.05) == "validation" for text in large) - len(measured)
     assert len(trained) + len(measured) + manifest["reserved"] == len(large)
     assert f"Split: {manifest['reserved']} documents left out" in "\n".join(describe(other))
-
-
-@pytest.mark.parametrize("fraction, line", [
-    (0.2, "VALIDATION_FRACTION=0.2 is used; sets without it hold out 5%, so they train on what this one holds out"),
-    (0, "VALIDATION_FRACTION=0 is used; sets without it hold out 5%, so this one trains on what they hold out"), (0.05, "")])
-def test_a_fraction_that_is_set_is_used_and_said(tmp_path, tokenizer_path, fraction, line):
-    texts = [f"Tale {number}" for number in range(300)]
-    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=fraction)
-    held_out = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]["documents"]
-    assert held_out == sum(split_of(identity_of(text), fraction) == "validation" for text in texts)
-    assert [text for text in describe(folder) if text.startswith("Split: ")] == [f"Split: {line}"] * bool(line)
 
 
 def test_a_small_set_without_a_text_in_the_common_share_says_what_it_holds_out(tmp_path, tokenizer_path):
@@ -226,7 +209,7 @@ def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not
             tokenize_by(patch, partial(earlier, fail=fail))
             with pytest.raises(DataError, match="planted") if fail else contextlib.nullcontext():
                 old = prepare(source, tokenizer_path, tmp_path / name, **options)
-    manifest = json.loads((old / MANIFEST).read_text())
+    manifest = read_manifest(old)
     del manifest["rules"]
     (old / MANIFEST).write_text(json.dumps(manifest))
     before = shards_of(old)
@@ -237,7 +220,6 @@ def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not
 
 
 def unigram(folder, **fields):
-    """Save a tokenizer of letters that has no bytes, with an unknown token or without one."""
     folder.mkdir()
     document = {"version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Lowercase"}, "post_processor": None,
                 "added_tokens": [{"id": 0, "content": "</s>", "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}],
@@ -253,10 +235,10 @@ def unigram(folder, **fields):
 def test_characters_that_a_vocabulary_lacks_are_counted(tmp_path, tokenizer_path, unknown):
     source = write_texts(tmp_path / "x.jsonl", ["Er s\u00e4gt \u6a4b", "\u00e4\u00c4", "plain\nwords", "Fine"])
     folder = prepare(source, unigram(tmp_path / "letters", unk_token=unknown), tmp_path / "out", validation_fraction=0, tokenizer_backend="auto")
-    assert json.loads((folder / MANIFEST).read_text())["skipped"]["lost"] == {"\u00e4": 3, "\u6a4b": 1, "\n": 1}
+    assert read_manifest(folder)["skipped"]["lost"] == {"\u00e4": 3, "\u6a4b": 1, "\n": 1}
     assert "Warning: 5 characters not in the vocabulary ('\u00e4' 3, '\u6a4b' 1, '\\n' 1)" in "\n".join(describe(folder))
     whole = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=0)
-    assert "lost" not in json.loads((whole / MANIFEST).read_text())["skipped"]
+    assert "lost" not in read_manifest(whole)["skipped"]
 
 
 def test_dropout_of_a_tokenizer_is_off(tmp_path, tokenizer_path, capfd):
@@ -323,7 +305,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenize
     folder = tmp_path / "out" / undisturbed.name
     assert shards_of(folder) == shards_of(undisturbed) and len(shards_of(folder)) > 4
     assert {path.name for path in folder.iterdir()} == {MANIFEST, *shards_of(folder)}
-    assert json.loads((folder / MANIFEST).read_text()) == json.loads((undisturbed / MANIFEST).read_text())
+    assert read_manifest(folder) == json.loads((undisturbed / MANIFEST).read_text())
     assert not list((tmp_path / "out").glob("tmp-*"))
 
 
@@ -412,12 +394,6 @@ def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenize
     assert 0 < len(read) < 250
 
 
-def test_no_validation_is_a_warning(tmp_path, tokenizer_path):
-    (tmp_path / "one.txt").write_text("a whole play")
-    folder = prepare(str(tmp_path / "one.txt"), tokenizer_path, tmp_path / "out", validation_fraction=1e-9)
-    assert "no document fell into validation" in "\n".join(describe(folder))
-
-
 def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
     write_texts(tmp_path / "x.jsonl", ["a"])
     for output in (tmp_path, tmp_path / "deep" / "out"):
@@ -438,16 +414,6 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, mo
         prepare(source, tokenizer_path, tmp_path / "out")
 
 
-def start_long_preparation(tmp_path, tokenizer_path):
-    write_texts(tmp_path / "x.jsonl", stories(100) * 500)
-    flags = ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out", "--preparation-workers", "2"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "load_pretrain_dataset.py"), *flags], text=True, cwd=tmp_path,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
-        time.sleep(0.02)
-    return process
-
-
 def assert_no_process_left(group):
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(ProcessLookupError):
@@ -456,19 +422,19 @@ def assert_no_process_left(group):
             time.sleep(0.05)
 
 
-def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path):
-    process = start_long_preparation(tmp_path, tokenizer_path)
-    os.killpg(process.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_preparation_that_is_stopped_leaves_no_process(number, tmp_path, tokenizer_path):
+    write_texts(tmp_path / "x.jsonl", stories(100) * 500)
+    flags = ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out", "--preparation-workers", "2"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "load_pretrain_dataset.py"), *flags], text=True, cwd=tmp_path,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
+        time.sleep(0.02)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "Traceback" not in error
-    assert error.splitlines()[-1] == "Stopped. Run the same command again to continue."
-    assert_no_process_left(process.pid)
-
-
-def test_kill_9_leaves_no_process(tmp_path, tokenizer_path):
-    process = start_long_preparation(tmp_path, tokenizer_path)
-    process.kill()
-    process.communicate(timeout=PATIENCE)
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in error
+        assert error.splitlines()[-1] == "Stopped. Run the same command again to continue."
     assert_no_process_left(process.pid)
 
 
@@ -520,31 +486,24 @@ def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, t
     assert first == tmp_path / "out" / "my-corpus" and first.resolve() == before != other.resolve()
 
 
-OF_ANOTHER_STAGE = ("TRAINING_STAGE={}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nEPOCHS=2\n"
-                    "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\nMICRO_BATCH_SIZE=5\n")
-
-
-@pytest.mark.parametrize("env", ["", OF_ANOTHER_STAGE], ids=["no .env", "a .env of another stage"])
-@pytest.mark.parametrize("kind, name", [("documents", "text"), ("chats", "chats"), ("pairs", "pairs"), ("pairs", "unpaired"),
-                                        ("prompts", "prompts")])
-def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, tmp_path, monkeypatch):
-    """Its start is the newest run of the stage before that has the same tokenizer. A row is not longer than a split."""
+@pytest.mark.parametrize("kind, name", [("documents", "text"), ("chats", "chats"), ("pairs", "pairs"), ("pairs", "unpaired"), ("prompts", "prompts")])
+def test_preparation_ends_with_the_command_that_trains(kind, name, stages, tmp_path, monkeypatch):
+    """Beside a `.env` of another stage. Its start is the newest run of the stage before that has the same tokenizer."""
     monkeypatch.chdir(tmp_path)
-    Path(".env").write_text(env.format("sft" if kind == "pairs" else "dpo"))
+    stage, before = ("sft", "sft") if kind == "pairs" else ("dpo", "pretrain" if kind == "chats" else "sft")
+    Path(".env").write_text(f"TRAINING_STAGE={stage}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nEPOCHS=2\n"
+                            "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\nMICRO_BATCH_SIZE=5\n")
     folder = stages.prepared.shards if name == "text" else getattr(stages, name)
     used = Config(tokenizer_path=str(stages.prepared.tokenizer))
     unknown = train_command(kind, folder, used)
-    stage = "pretrain" if kind == "chats" else "sft"
-    checkpoint_without_weights(Path("runs/a b"), 2, TRAINING_STAGE=stage, TOKENIZER_PATH=used.tokenizer_path)
+    checkpoint_without_weights(Path("runs/a b"), 2, TRAINING_STAGE=before, TOKENIZER_PATH=used.tokenizer_path)
     line = train_command(kind, folder, used)
     assert ("MODEL" in unknown, "'a b'" in line) == (kind != "documents", kind != "documents") and "MODEL" not in line
     words = shlex.split(line)
-    loaded = make_plan(words[words.index("--run-name"):], {})
-    config, row = loaded.config, 512 if name == "text" else 1024
+    config = make_plan(words[words.index("--run-name"):], {}).config
     assert (config.data_path, config.tokenizer_path, config.run_name) == (str(folder), used.tokenizer_path, folder.name)
-    assert config.max_seq_len == row or kind != "documents"
-    assert kind != "documents" or (config.depth, config.epochs, config.dim) == (2, 2 if env else 4, 128), "not 174 M parameters for a small text"
-    assert env or kind != "documents" or config.total_batch_size == row, "a step reads a small part of the text"
+    if kind == "documents":  # not 174 M parameters for a small text
+        assert (config.depth, config.epochs, config.dim, config.max_seq_len) == (2, 2, 128, 512)
     assert config.named_checkpoint == (None if kind == "documents" else "a b")
     assert (config.preference_objective == "kto") == (name == "unpaired") and config.generation_eval_every in (0, 5)
     (tmp_path / "runs" / folder.name).mkdir()
@@ -552,7 +511,6 @@ def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, 
 
 
 def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, monkeypatch):
-    """As the chat page prints it, by a run's folder or name."""
     monkeypatch.chdir(tmp_path)
     chats = write_jsonl(tmp_path / "chats.jsonl", ({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(20)))
     for start, output_dir in ((str(whole.folder), "runs"), (whole.folder.name, str(whole.output_dir))):
@@ -560,7 +518,7 @@ def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, mon
         flag_parser("chats", "").refuse_unused(flags, *used_settings("chats"))
         folder = prepare_from_flags("chats", flags)
         used = flag_parser("chats", "").parse(flags)[1]
-        assert json.loads((folder / MANIFEST).read_text())["tokenizer_sha256"] == load_tokenizer(used.tokenizer_path).sha256
+        assert read_manifest(folder)["tokenizer_sha256"] == load_tokenizer(used.tokenizer_path).sha256
         assert f"--pretrain-checkpoint {start}" in train_command("chats", folder, used)
     with pytest.raises(SettingsError, match="without effect here, remove --pretrain-checkpoint"):
         flag_parser("documents", "").refuse_unused(flags, *used_settings("documents"))

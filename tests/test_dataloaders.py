@@ -78,7 +78,6 @@ def test_the_first_rows_of_each_step_stay_as_they_are():
 
 
 def token_set(ids, dtype="uint16", cut=()):
-    """A TokenSet in memory, cut into shards."""
     parts = np.split(np.asarray(ids, dtype), cut)
     shards = []
     for part in parts:
@@ -123,7 +122,6 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
 
 
 def identity_rows(indices):
-    """Return rows that contain their index only."""
     tokens_BT = torch.from_numpy(np.repeat(indices[:, None], 3, axis=1))
     return Batch(tokens_BT, tokens_BT + 1, tokens_BT.int())
 

@@ -82,7 +82,6 @@ def prepared(items, tokenizer, max_seq_len: int = MAX_SEQ_LEN) -> list[Task]:
 
 
 def evaluate(model, tasks, batch_tokens: int) -> np.ndarray:
-    """Which tasks one process answers right, (N, 2)."""
     correct_N2 = np.zeros((len(tasks), 2), bool)
     for indices, correct_B2 in evaluate_batches(model, tasks, device=CPU, batch_tokens=batch_tokens):
         correct_N2[indices] = correct_B2
@@ -113,11 +112,6 @@ def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_pat
                for count in (2, 16)]
     found = read_items(write_jsonl(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
     assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
-    for change, word in (({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
-                         ({"endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1 .*, or A to B, got 3"),
-                         ({"ctx": None}, "'ctx' is null, expected text"), ({"endings": ["a", ""]}, "ending 1 is empty")):
-        with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
-            read_items(write_jsonl(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
 
 
 WRITTEN = [{"ctx": "  Two  spaces [title] and x[0]\n", "endings": [" x[1]", "[1, 2] ", "A  [note] b"], "label": 1},
@@ -138,30 +132,37 @@ def test_the_text_of_other_sets_is_scored_as_written_and_what_is_not_scored_is_c
     assert read_choice_set(config.choice_sets[0]._replace(path=write_jsonl(tmp_path / "b.jsonl", WRITTEN[:1])), tokenizer, config).notes == []
 
 
+ARC = [{"id": "a", "question": "Which is hot? ", "choices": {"text": ["ice", "fire", "rain"], "label": ["A", "B", "C"]}, "answerKey": "B"},
+       {"id": "b", "question": "And cold?", "choices": {"text": ["fire", "ice", "sun", "oven"], "label": ["1", "2", "3", "4"]}, "answerKey": "2"}]
+MMLU = [{"question": "1 + 1?", "subject": "sums", "choices": ["0", "1", "2", "3"], "answer": 2},
+        {"question": "2 + 2?", "subject": "sums", "choices": ["4", "5", "6", "7"], "answer": 0}]
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
 
 
 @pytest.mark.parametrize("line, word", [
-    ("{not json", "not valid JSON"),
-    (b"\xff\xfe{}", "byte 1 of the line is not UTF-8"),
-    ("[1, 2]", "expected one JSON object per line"),
+    ("{not json", "not valid JSON"), (b"\xff\xfe{}", "byte 1 of the line is not UTF-8"), ("[1, 2]", "expected one JSON object per line"),
     ({**GOOD, "label": 5}, "'label' must be 0 to 3 (or in the whole file 1 to 4), or A to D, got 5"),
     ({**GOOD, "label": "E"}, "or A to D, got 'E'"), ({**GOOD, "label": ""}, "has no label; use the validation split"),
-    ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label, "
-     "as in HellaSwag's file; name other sets in EVAL_TASKS"),
-    ({**GOOD, "label": True}, "'label' must be 0 to 3"),
-    ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
-    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
-    ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
-    ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
-    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
-])
+    ({"question": "x", "choices": [], "answer": 1}, "has no 'endings'; it has 'question', 'choices', 'answer', expected ctx, endings and label"),
+    ({**GOOD, "label": True}, "'label' must be 0 to 3"), ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
+    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"), ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
+    ({**GOOD, "ctx": None}, "'ctx' is null, expected text"), ({**GOOD, "activity_label": None}, "'activity_label' is null, expected text"),
+    *(({**GOOD, **change, "EVAL_TASKS": 1}, word) for change, word in (
+        ({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
+        ({"endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1"), ({"endings": ["a", ""]}, "ending 1 is empty"))),
+    *(({**ARC[0], **change, "EVAL_TASKS": 1}, word) for change, word in (
+        ({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
+        ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
+        ({"choices": ["B", "A"], "answerKey": "B"}, "'answerKey' is 'B', a position and also the text of another one"),
+        ({"choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
+        ({"question": {"stem": "x"}}, "'question' is an object, expected text"))),
+    ({"goal": "x", "sol1": "a", "label": 0, "EVAL_TASKS": 1}, "expected ctx, endings and label, as in HellaSwag's file, or question, choices")])
 def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
-    path = tmp_path / "bad.jsonl"
+    path, is_other = tmp_path / "bad.jsonl", isinstance(line, dict) and line.pop("EVAL_TASKS", 0)
     line = json.dumps(line) if isinstance(line, dict) else line
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(DataError) as error:
-        read_items(path)
+        read_items(path, *["EVAL_TASKS=a:"] * bool(is_other))
     assert f"{path}:2: " in str(error.value) and word in str(error.value)
 
 
@@ -216,21 +217,14 @@ def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_
         written((4, 2, 3, 0), "x.jsonl")
 
 
-ARC = [{"id": "a", "question": "Which is hot? ", "choices": {"text": ["ice", "fire", "rain"], "label": ["A", "B", "C"]}, "answerKey": "B"},
-       {"id": "b", "question": "And cold?", "choices": {"text": ["fire", "ice", "sun", "oven"], "label": ["1", "2", "3", "4"]}, "answerKey": "2"}]
-MMLU = [{"question": "1 + 1?", "subject": "sums", "choices": ["0", "1", "2", "3"], "answer": 2},
-        {"question": "2 + 2?", "subject": "sums", "choices": ["4", "5", "6", "7"], "answer": 0}]
-
-
 def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer):
     """ARC's labels are those of each question's choices, also 1 to 4; MMLU's are numbers from 0, and letters or from 1 in copies."""
     import datasets
     letters, from_1 = ([{**record, "answer": answer} for record, answer in zip(MMLU, answers)] for answers in ("CA", (4, 1)))
-    written = [{**ARC[0], "choices": json.dumps(ARC[0]["choices"])}, {**ARC[1], "choices": json.dumps(ARC[1]["choices"])}]
+    written = [{**record, "choices": json.dumps(record["choices"])} for record in ARC]
     listed = [{**record, "choices": [{"text": text, "label": label} for text, label in zip(*map(record["choices"].get, ("text", "label")))]} for record in ARC]
     for records, expected in ((ARC, [1, 1]), (written, [1, 1]), (listed, [1, 1]), (MMLU, [2, 0]), (letters, [2, 0]), (from_1, [3, 0])):
-        table = datasets.Dataset.from_list(records)
-        table.to_parquet(tmp_path / "x.parquet")
+        datasets.Dataset.from_list(records).to_parquet(tmp_path / "x.parquet")
         pandas.DataFrame(records).to_json(tmp_path / "x.jsonl", orient="records", lines=True)
         for name in ("x.parquet", "x.jsonl"):
             found = read_items(tmp_path / name, "EVAL_TASKS=a:")
@@ -239,28 +233,9 @@ def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer
     config = Config(eval_tasks=f"a:{write_jsonl(tmp_path / 'x.jsonl', ARC)}", hellaswag_examples=0)
     assert [note.partition(" has ")[2] for note in read_choice_set(config.choice_sets[0], tokenizer, config).notes] == [
         "fields that are not scored: id (2)", "questions with choices; each choice is scored after 'Question: ...\\nAnswer:'"]
-    for change, word in (({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
-                         ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
-                         ({"choices": ["B", "A"], "answerKey": "B"}, "'answerKey' is 'B', a position and also the text of another one"),
-                         ({"choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
-                         ({"question": {"stem": "x"}}, "'question' is an object, expected text")):
-        with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
-            read_items(write_jsonl(tmp_path / "bad.jsonl", [ARC[0] | change]), "EVAL_TASKS=a:")
     for answer in (2, "C"):
         (item,) = read_items(write_jsonl(tmp_path / "x.jsonl", [{"question": "x", "choices": ["0", "2", "1"], "answer": answer}]), "EVAL_TASKS=a:")
         assert item.endings[item.label] == "1"
-    with pytest.raises(DataError, match="expected ctx, endings and label, as in HellaSwag's file, or question, choices and answer, as in MMLU's"):
-        read_items(write_jsonl(tmp_path / "bad.jsonl", [{"goal": "x", "sol1": "a", "sol2": "b", "label": 0}]), "EVAL_TASKS=a:")
-
-
-@pytest.mark.filterwarnings("default")
-def test_questions_with_choices_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path):
-    """With the wording and the labels of its tasks arc_easy and mmlu_continuation."""
-    asked = [{"question": record["ctx_a"], "choices": {"text": record["endings"], "label": [*"ABCD"]}, "answerKey": "ABCD"[int(record["label"])]}
-             for record in records[:20]]
-    items = read_items(write_jsonl(tmp_path / "asked.jsonl", asked), "EVAL_TASKS=a:")
-    fields = {"doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "{{choices.label.index(answerKey)}}", "doc_to_choice": "{{choices.text}}"}
-    assert_equal_judgement(harness(asked, is_hellaswag=False, fields=fields), model, tokenizer, items)
 
 
 def test_contexts_that_do_not_fit_are_counted(tmp_path, tokenizer):
@@ -271,7 +246,6 @@ def test_contexts_that_do_not_fit_are_counted(tmp_path, tokenizer):
 
 
 def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len: int) -> float:
-    """The ending's log-probability in a row of its own, from plain logits."""
     row = (context + ending)[-(max_seq_len + 1):]
     with torch.no_grad():
         logprobs = model(torch.tensor([row[:-1]]), mode="logits")[0].log_softmax(-1)
@@ -389,6 +363,31 @@ def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tok
     assert_equal_judgement(harness(records), model, tokenizer, items)
 
 
+CHAT = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+# Other sets: with marks in brackets, in which endings differ, doubled spaces, and spaces around a text; chats, in whose contexts
+# names of control tokens are these tokens; and with the wording and the labels of the tasks arc_easy and mmlu_continuation.
+OTHER_SETS = {
+    "texts": lambda record: {"ctx": f" {record['ctx_a']} [title]  x[0] ", "label": record["label"],
+                             "endings": [f"x[{number}] {ending}{' ' * number}" for number, ending in enumerate(record["endings"])]},
+    "chats": lambda record: {"ctx": CHAT.format(record["ctx_a"]), "endings": record["endings"], "label": record["label"]},
+    "chats from their start": lambda record: {"ctx": f"<|begin_of_text|>{CHAT.format(record['ctx_a'])}", "endings": record["endings"],
+                                              "label": record["label"]},
+    "questions": lambda record: {"question": record["ctx_a"], "choices": {"text": record["endings"], "label": [*"ABCD"]},
+                                 "answerKey": "ABCD"[int(record["label"])]}}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", OTHER_SETS)
+def test_other_sets_are_judged_as_lm_evaluation_harness_does(name, harness, model, tokenizer, records, tmp_path):
+    written, fields = [*map(OTHER_SETS[name], records[:20])], {}
+    if name == "questions":
+        fields = {"doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "{{choices.label.index(answerKey)}}",
+                  "doc_to_choice": "{{choices.text}}"}
+    items = read_items(write_jsonl(tmp_path / "written.jsonl", written), "EVAL_TASKS=a:")
+    assert_equal_judgement(harness(written, is_hellaswag=False, fields=fields), model, tokenizer, items)
+    assert (prepared(items, tokenizer)[0].tokens_T == tokenizer.bos_id).sum() == 1, "the start token is not doubled"
+
+
 @pytest.mark.filterwarnings("default")
 def test_without_a_start_token_of_the_tokenizer_items_are_judged_as_lm_evaluation_harness_does(exported, model, tokenizer, records,
                                                                                                items, tmp_path):
@@ -402,28 +401,6 @@ def test_without_a_start_token_of_the_tokenizer_items_are_judged_as_lm_evaluatio
     scores, with_start = (ending_logprobs(model, prepared(items[:4], each), CPU) for each in (plain, tokenizer))
     assert np.abs(scores - with_start).min() > 1e-3
     assert prepare_task(items[0]._replace(context=" "), plain, MAX_SEQ_LEN).tokens_T[0] == plain.bos_id
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_local_task_is_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path):
-    """With marks in brackets, in which endings differ, doubled spaces, and spaces around a text."""
-    rng = random.Random(1)
-    written = [{"ctx": f" {rng.choice((record['ctx_a'], '[title]  x[0]'))}{rng.choice(('', ' '))}", "label": record["label"],
-                "endings": [f"x[{number}] {ending}{' ' * number}" for number, ending in enumerate(record["endings"])]}
-               for record in records[:20]]
-    path = write_jsonl(tmp_path / "written.jsonl", written)
-    assert_equal_judgement(harness(written, is_hellaswag=False), model, tokenizer, read_items(path, "EVAL_TASKS=a:"))
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("start", ["", "<|begin_of_text|>"])
-def test_a_rendered_chat_is_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path, start):
-    """Names of control tokens in a context are these tokens, and the start token is not doubled."""
-    written = [{"ctx": f"{start}<|start_header_id|>user<|end_header_id|>\n\n{record['ctx_a']}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-                "endings": record["endings"], "label": record["label"]} for record in records[:20]]
-    items = read_items(write_jsonl(tmp_path / "chats.jsonl", written), "EVAL_TASKS=a:")
-    assert_equal_judgement(harness(written, is_hellaswag=False), model, tokenizer, items)
-    assert (prepared(items, tokenizer)[0].tokens_T == tokenizer.bos_id).sum() == 1
 
 
 @pytest.mark.filterwarnings("default")

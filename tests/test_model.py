@@ -61,14 +61,12 @@ def random_ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
-    """Each parameter's gradient; afterwards there is none."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return grads
 
 
 def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
-    """Each tensor within a share of its own largest value."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().max() > 0, f"{name} is zero, which proves nothing"

@@ -13,11 +13,10 @@ from factories import new_model
 
 import model
 import model_utils
-from checkpoint import huggingface, model_json
+from checkpoint import huggingface
 from common.errors import CheckpointError
 from config import LORA_LAYERS, Config, ModelConfig
 from learn.optim import clip_scale
-from plan.starts import Start, check_model
 
 
 @pytest.mark.parametrize("changed, change, sentence", [
@@ -50,8 +49,6 @@ def test_gradients_that_are_not_finite_are_not_scaled():
 
 
 class Torch:
-    """The parts of torch that DETERMINISTIC changes."""
-
     def __init__(self):
         self.told = []
         self.backends, self.utils = SimpleNamespace(cudnn=SimpleNamespace(deterministic=False)), SimpleNamespace(
@@ -129,17 +126,3 @@ def test_blocks_compiled_under_ddp_stay_whole(tmp_path, monkeypatch):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("scaling, settings, context", [
-    ({}, {}, 512), ({}, {"rope_scaling_factor": 2.0}, 1024), ({}, {"rope_scaling_factor": 4.0, "rope_scaling_type": "yarn"}, 2048),
-    ({"rope_scaling_factor": 2.0}, {"rope_scaling_factor": 2.0}, 1024), ({"rope_scaling_factor": 2.0}, {"rope_scaling_factor": 4.0}, 2048),
-    ({"rope_scaling_factor": 2.0}, {}, 512)])
-def test_rows_beyond_the_positions_of_a_model_are_named(scaling, settings, context, tmp_path):
-    """A file with RoPE scaling gives the scaled context; the scaling of the run counts."""
-    shape = dict(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=16, rope_original_max_len=512)
-    described = model_json.huggingface_config(ModelConfig(**shape, **scaling), 300, 512, None, 0, torch.float32)
-    model_json.write_json(tmp_path / "config.json", described)
-    for length in (context, context + 1):
-        warnings = check_model(Start("from", str(tmp_path)), Config(**shape, **settings, max_seq_len=length))
-        named = [warning for warning in warnings if "MAX_SEQ_LEN" in warning]
-        assert len(named) == (length > context)
-        assert all(f"MAX_SEQ_LEN={length} is longer than the {context:,} positions of the model in {tmp_path}" in each for each in named)

@@ -1,9 +1,10 @@
 """The tokenizer's truths: both backends and transformers agree on every id, and text stays text."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
-from pathlib import Path
 
 import pytest
 from commands import python
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import tokenizer as tokenizer_module
 from common.errors import DataError
 from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
+from scripts.convert_to_gguf import OLLAMA
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -22,7 +24,6 @@ from tokenizer import (
     split_long,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 450
 SENTENCES = (
     "Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow, and it'd better be there!\n\n",
@@ -197,7 +198,6 @@ def test_pieces_are_where_the_reference_cuts(text):
 
 
 def changed_document(folder, path, change) -> HuggingFaceTokenizer:
-    """The tokenizer.json of a folder after a change, with the files beside it."""
     shutil.copytree(folder, path, dirs_exist_ok=True)
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     change(document)
@@ -281,8 +281,7 @@ def test_a_pipe_or_broken_link_beside_a_tokenizer_is_refused(name, put, words, h
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("first", [b"\n\x05<unk>\x15\0\0\0\0\x18\x02", b"\n\x05<unk>", b"\n\x05<pad>\x18\x03"])
-@pytest.mark.parametrize("backend", ["auto", "tiktoken", "huggingface"])
+@pytest.mark.parametrize("first, backend", [(b"\n\x05<unk>\x15\0\0\0\0\x18\x02", "auto"), (b"\n\x05<unk>", "tiktoken"), (b"\n\x05<pad>\x18\x03", "huggingface")])
 def test_a_sentencepiece_model_is_an_error_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
     file = tmp_path / "my model" / "tokenizer.model"
     file.parent.mkdir()
@@ -342,16 +341,15 @@ def test_script_trains_on_files_and_folders(tmp_path):
 
     for output in ("out/c.model", "out/d.model"):
         done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
-        assert done.returncode == 0, done.stderr
-        assert "300 tokens" in done.stdout and "556 ids" in done.stdout and "1 record skipped" in done.stdout
-    assert (tmp_path / "out" / "c.model").read_bytes() == (tmp_path / "out" / "d.model").read_bytes()
+        assert done.returncode == 0 and "300 tokens" in done.stdout and "1 record skipped" in done.stdout, done.stderr
+    before = (tmp_path / "out" / "c.model").read_bytes()
+    assert (tmp_path / "out" / "d.model").read_bytes() == before
     assert load_tokenizer(str(tmp_path / "out" / "c.model")).vocab_size == 556
-    before = (tmp_path / "out" / "c.model").stat().st_mtime_ns
-    refused = run("out/c.model", "b.jsonl", "--column", "body")
+    refused = run("out/c.model", "texts")
     assert refused.returncode == 2 and "out/c.model already exists" in refused.stderr
-    assert (tmp_path / "out" / "c.model").stat().st_mtime_ns == before
+    assert (tmp_path / "out" / "c.model").read_bytes() == before
     assert run("out/c.model", "texts", "--overwrite").returncode == 0
-    assert (tmp_path / "out" / "c.model").stat().st_mtime_ns != before
+    assert (tmp_path / "out" / "c.model").read_bytes() != before
 
 
 def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):
@@ -380,3 +378,20 @@ def test_a_text_with_other_characters_is_a_bad_record(tmp_path):
     assert refused.returncode and "text.txt:2: 'z' is not in the vocabulary; remove it" in " ".join(refused.stderr.split())
     done = python(*command, "--on-bad-record", "skip", cwd=tmp_path)
     assert done.returncode == 0 and "2 documents" in done.stdout and "1 bad record" in done.stdout, done.stdout + done.stderr
+
+
+def test_ollama_knows_how_our_tokenizers_split_text():
+    # Source: parseTokenizer in convert/tokenizer.go of github.com/ollama/ollama, for llama-bpe.
+    assert hashlib.sha256(PATTERN.encode()).hexdigest() == "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f"
+
+
+def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):
+    jinja2 = pytest.importorskip("jinja2")
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."},
+                {"role": "user", "content": "Why?"}]
+    template = OLLAMA["<|start_header_id|>"]
+    before, turn, after = re.fullmatch(r"(.*)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}(.*)", template, re.DOTALL).groups()
+    turns = [turn.replace("{{ .Role }}", message["role"]).replace("{{ .Content }}", message["content"]) for message in messages]
+    actual = jinja2.Template((whole.checkpoint(6) / "chat_template.jinja").read_text()).render(
+        messages=messages, bos_token="", add_generation_prompt=True)
+    assert before + "".join(turns) + after == actual and "{{" not in actual

@@ -23,7 +23,6 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
 
 @pytest.fixture
 def run(trained, tmp_path) -> TinyRun:
-    """A copy of it, which tests may damage."""
     return trained.copy(tmp_path / "runs")
 
 

@@ -59,7 +59,6 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path):
 
 
 def one_at_a_time(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
-    """Tensors that refuse to be read while another is still in memory."""
     read_before: list[weakref.ref] = []
 
     def guarded(tensor: torch.Tensor) -> LazyTensor:

@@ -19,7 +19,6 @@ UNUSED, CONTEXT = 27, 512
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Prepared:
-    """Data whose tokenizer has merges, which llama.cpp requires."""
     return prepare(tmp_path_factory.mktemp("data"), vocab_size=280)
 
 
@@ -91,17 +90,19 @@ def test_a_gguf_file_of_a_bf16_base_has_its_types_and_rows(base, prepared, tmp_p
     assert reader.fields["llama.context_length"].contents() == CONTEXT
 
 
-@pytest.mark.parametrize("matrices, ranks", [
-    ({}, 1), ({"LORA_TRAIN_HEAD": "true"}, 1), ({"LORA_TRAIN_EMBEDDINGS": "true"}, 2), ({"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2)],
-    ids=["adapters", "head", "embedding", "both"])
-def test_peft_loads_adapters_on_a_base_with_padded_rows(matrices, ranks, base, prepared, tmp_path):
+@pytest.mark.parametrize("base, matrices, ranks", [
+    (True, {}, 1), (False, {"LORA_TRAIN_HEAD": "true"}, 1), (False, {"LORA_TRAIN_EMBEDDINGS": "true"}, 2),
+    (True, {"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2), (True, {"LORA_TRAIN_HEAD": "true"}, 1)],
+    ids=["adapters", "head", "embedding", "both", "tied head"], indirect=["base"])
+def test_peft_loads_adapters_on_a_base_with_padded_rows(base, matrices, ranks, prepared, tmp_path):
     """A resumed run is the uninterrupted one, and the merged model has the base's dtype and PEFT's logits."""
     lora = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_TRAIN_TOKENS": "none", "SHARDING": "full" if ranks == 2 and len(matrices) == 1 else "none", **matrices}
-    run = run_from(base, prepared, tmp_path / "run", **lora)
-    run.ends([0] * ranks)
-    parts = run_from(base, prepared, tmp_path / "parts", **lora)
-    parts.ends([0] * ranks, STOP_STEP=2)
-    parts.ends([0] * ranks)
+    run, parts = (run_from(base, prepared, tmp_path / name, **lora) for name in ("run", "parts"))
+    for each, changes in ((run, {}), (parts, {"STOP_STEP": 2}), (parts, {})):
+        if ranks == 1:
+            assert each.train(**changes) == 0
+        else:
+            each.ends([0] * ranks, **changes)
     assert_same_run(parts, run, 4)
     folder, ids = run.checkpoint(4), load_tokenizer(str(prepared.tokenizer)).vocab_size
     model = peft.PeftModel.from_pretrained(opened(base, dtype=torch.float32), folder).eval()

@@ -37,7 +37,7 @@ READERS = {
     "trainer_state.json": lambda path: store.read_state(path.parent)}
 
 
-@pytest.mark.parametrize("name", [*READERS, "model.safetensors", "adapter_model.safetensors", "train_000.bin"])
+@pytest.mark.parametrize("name", [*READERS, "model.safetensors", "train_000.bin"])
 def test_a_git_lfs_pointer_is_an_error_that_advises_git_lfs_pull(name, tmp_path):
     folder = tmp_path / "a clone"
     folder.mkdir()

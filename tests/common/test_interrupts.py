@@ -15,7 +15,6 @@ from common.errors import SettingsError, run_script
 
 @pytest.fixture
 def command(monkeypatch):
-    """This process as a command of Paddock, whose handlers are installed."""
     before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(ROOT / "scripts" / "runs.py"), raising=False)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
@@ -84,26 +83,25 @@ def test_ignored_signals_stay_ignored_and_other_programs_keep_their_handlers(com
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, other
 
 
+def stopped(script, number: signal.Signals, environ: dict) -> subprocess.Popen:
+    """Start a script, and send it a signal; signals are blocked until its first import, as ./paddock starts a script."""
+    interrupts.hold()
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environ)
+    process.send_signal(number)
+    interrupts.hold(False)
+    return process
+
+
 def test_every_command_handles_signals_from_its_first_import_on():
-    """Signals are blocked until that import, as ./paddock starts a script."""
     scripts = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))]
-    processes = {}
-    for place, script in enumerate(path for path in scripts if "__main__" in path.read_text()):
-        interrupts.hold()
-        processes[script] = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        processes[script].send_signal(interrupts.SIGNALS[place % 2])
-        interrupts.hold(False)
-    for place, (script, process) in enumerate(processes.items()):
-        output = process.communicate()[1]
-        assert (process.returncode, output) == ((130, 143)[place % 2], "Stopped.\n"), script
+    ends = [(stopped(script, interrupts.SIGNALS[place % 2], {}), (130, 143)[place % 2], "Stopped.\n")
+            for place, script in enumerate(path for path in scripts if "__main__" in path.read_text())]
+    # One that another command started leaves the line to it, and one of several ranks on a machine to the first.
+    torchrun = {"TORCHELASTIC_ERROR_FILE": "error.json"}
+    ends += [(stopped(ROOT / "scripts" / "runs.py", signal.SIGINT, environ), 130, output) for environ, output in (
+        ({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, "Stopped.\n"),
+        ({"LOCAL_RANK": "1"} | torchrun, ""), ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0"} | torchrun, "Stopped.\n"))]
+    for process, code, output in ends:
+        assert (process.communicate()[1], process.returncode) == (output, code), process.args
 
 
-def test_a_command_that_another_one_starts_leaves_the_line_to_it():
-    for environ, output in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, "Stopped.\n"),
-                          ({"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": "error.json"}, ""),
-                          ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": "error.json"}, "Stopped.\n")):
-        interrupts.hold()
-        process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py"], stderr=subprocess.PIPE, text=True, env=os.environ | environ)
-        process.send_signal(signal.SIGINT)
-        interrupts.hold(False)
-        assert (process.communicate()[1], process.returncode) == (output, 130), environ

@@ -138,7 +138,6 @@ def hub_error(status: int) -> Exception:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that fails as its list of errors says, and then gives a folder."""
     hub = pytest.importorskip("huggingface_hub")
     errors, requests = [], []
 

@@ -80,15 +80,6 @@ def test_short_items_are_compared_as_a_whole_or_counted(tmp_path, length):
         assert (found.overlap(text) is not None) == is_found
 
 
-def test_a_report_says_which_items_were_too_short_to_compare(prepared, tmp_path):
-    items = write_jsonl(tmp_path / "items.jsonl", [{"question": "How many planks?"}] * 5 + [{"question": " ".join(WORDS[:9])}])
-    source = write_jsonl(tmp_path / "x.jsonl", [{"text": f"plank {n}"} for n in range(30)] + [{"text": f"Exam: {' '.join(WORDS[:9])}"}])
-    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1, decontaminate=items)
-    lines = describe(prepare_set("documents", source, tmp_path / "out", options))
-    assert "Not compared: 5 of 6 evaluation items, whose texts have fewer than 8 words" in lines
-    assert "Removed: 1 document with text of evaluation items" in lines
-
-
 @pytest.mark.parametrize("kind, record", [
     ("documents", lambda text: {"text": text}),
     ("chats", lambda text: {"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]}),

@@ -26,7 +26,6 @@ WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
 
 @st.composite
 def mixings(draw):
-    """A mixing of one to four sources in one to three phases."""
     sources = draw(st.integers(1, 4))
     starts = [0, *sorted(draw(st.lists(st.integers(0, 200), max_size=2)))]
     phases = [draw(st.lists(WEIGHTS, min_size=sources, max_size=sources).filter(any)) for _ in starts]
@@ -213,20 +212,16 @@ def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepa
 
 
 def test_an_invalid_mixture_is_an_error_that_names_the_fault(sources, prepared, tmp_path):
-    folder, tokenizer = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer))
-    with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
-        open_rows(settings(prepared, folder, TRAINING_STAGE="sft", SFT_DATA_PATH=folder), "train", tokenizer, "auto")
-    with pytest.raises(DataError, match="its .* tokens are fewer than a row of MAX_SEQ_LEN=2048 and one more"):
-        open_rows(settings(prepared, folder, MAX_SEQ_LEN=2048, TOTAL_BATCH_SIZE=4096), "train", tokenizer, "auto")
-    with pytest.raises(DataError, match="its sources fill .* rows of MAX_SEQ_LEN=32 tokens, but a step reads 1,024"):
-        open_rows(settings(prepared, folder, TOTAL_BATCH_SIZE=1 << 15), "train", tokenizer, "auto")
-    with pytest.raises(DataError, match=r"holds several prepared sets, name one"):
-        open_rows(settings(prepared, folder.parent), "train", tokenizer, "auto")
-    moved = tmp_path / "alone"
+    folder, tokenizer, moved = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer)), tmp_path / "alone"
     moved.mkdir()
     (moved / "mixture.json").write_bytes((folder / "mixture.json").read_bytes())
-    with pytest.raises(DataError, match="the set of 'farm', is missing"):
-        open_rows(settings(prepared, moved), "train", tokenizer, "auto")
+    for place, changes, reason in (
+            (folder, {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": folder}, "holds documents, but SFT_DATA_PATH needs chats"),
+            (folder, {"MAX_SEQ_LEN": 2048, "TOTAL_BATCH_SIZE": 4096}, "its .* tokens are fewer than a row of MAX_SEQ_LEN=2048"),
+            (folder, {"TOTAL_BATCH_SIZE": 1 << 15}, "its sources fill .* rows of MAX_SEQ_LEN=32 tokens, but a step reads 1,024"),
+            (folder.parent, {}, "holds several prepared sets, name one"), (moved, {}, "the set of 'farm', is missing")):
+        with pytest.raises(DataError, match=reason):
+            open_rows(settings(prepared, place, **changes), "train", tokenizer, "auto")
     (moved / "mixture.json").write_text("{}")
     with pytest.raises(DataError, match="mixture.json: sources: field required; prepare the mixture again"):
         open_rows(settings(prepared, moved), "train", tokenizer, "auto")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from config import ModelConfig
-from data_pipeline.chats import describe_lengths
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -25,7 +24,6 @@ PROMPT, WORDS = False, True  # whether a part of an example is a target
 
 
 def write_stream(folder, name, values, dtype, cuts):
-    """Write one stream of shards; return its entry for the manifest."""
     entries = []
     for number, part in enumerate(np.split(np.asarray(values, dtype), cuts)):
         path = folder / f"{name}-{number:05d}.bin"
@@ -79,7 +77,6 @@ def draw_pairs(count, seed=0, most=6):
 
 
 def sequences_of(kind, example, row_tokens):
-    """Yield the (token, target) lists that an example should become."""
     if kind == "chats":
         told = [example]
     else:
@@ -170,7 +167,6 @@ def test_the_first_rows_are_no_longer_than_the_others(tmp_path):
 
 
 def chat(*lengths):
-    """Return a chat of alternating prompts and answers."""
     return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
 
 
@@ -250,14 +246,6 @@ def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(k
     with pytest.raises(DataError, match=rf"(?s){re.escape(str(tmp_path))}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
         ExampleRows(examples, needed - 1, truncation=mode)
     assert len(ExampleRows(examples, needed, truncation=mode)) == 1
-
-
-def test_the_lengths_that_keep_examples_whole_are_counted(tmp_path):
-    folder = write(tmp_path / "pairs", "pairs", pairs_of((3, 2, 3), (500, 13, 2), (500, 14, 1), (40, 1, 1500)))
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert describe_lengths(folder, manifest) == "MAX_SEQ_LEN=512 keeps 2 of 4 pairs whole, 1024 keeps 3, 2048 keeps 4"
-    folder = write(tmp_path / "chats", "chats", [chat(3, 4), chat(500, 13)])
-    assert describe_lengths(folder, json.loads((folder / MANIFEST).read_text())) == "MAX_SEQ_LEN=512 keeps 2 of 2 chats whole"
 
 
 @pytest.mark.parametrize("verify", ["always", "auto", "never"])

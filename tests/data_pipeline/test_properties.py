@@ -131,7 +131,6 @@ problems = st.integers(1, 40).flatmap(lambda most: st.tuples(st.lists(st.integer
 
 
 def best_fit_decreasing(lengths, capacity):
-    """Return the room left in each bin, by the definition."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -256,7 +255,6 @@ manifests = st.fixed_dictionaries(
 @given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
 @example(b"[" * 100_000)
 def test_any_bytes_as_a_file_of_a_checkpoint_are_read_or_refused(folder, content):
-    """Even where they have the right hash."""
     for name, read_it in ((store.STATE, store.read_state), (store.OPTIMIZER, read_optimizer)):
         (folder / name).write_bytes(content)
         try:

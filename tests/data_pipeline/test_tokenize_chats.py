@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 from factories import prepare_under_fire, write_jsonl
 
-import data_preparation_utils
-from common.errors import DataError, SettingsError
+from common.errors import DataError
 from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
@@ -21,7 +19,6 @@ from data_pipeline.workers import WorkerSpec, split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 from tokenizer import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
 # As Gemma's: there is no system role.
 TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
@@ -31,7 +28,6 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_excepti
 
 @pytest.fixture(scope="session")
 def folder_path(tokenizer_path, tmp_path_factory):
-    """The same as a Hugging Face folder with a chat template of its own."""
     folder = tmp_path_factory.mktemp("huggingface")
     load_tokenizer(tokenizer_path).save_huggingface(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -148,7 +144,6 @@ def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to
 
 
 def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(tmp_path, tokenizer_path):
-    """In chats and pairs alike."""
     def ways(number):
         asked = f"Is {number} \ufb01ne at the caf\u00e9?"
         return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi").replace(" ", "  "),
@@ -304,25 +299,11 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
 
 
 def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
-    """Folder and bytes from before there were other kinds."""
     folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", texts(30)), tokenizer_path, tmp_path / "out", shard_tokens=200)
     manifest = files_of(folder)[MANIFEST]
     assert folder.name == "3d769f05f828236a" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
     assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("87728ffd0fef6fc90af9627ce7e75dee")
-
-
-def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
-    tokenizer_file, source = real_data / "llama3_tokenizer.model", real_data / "alpaca_seed_tasks.jsonl"
-    if not tokenizer_file.is_file() or not source.is_file():
-        pytest.skip("no llama3_tokenizer.model and alpaca_seed_tasks.jsonl in the folder of real data")
-    folder = prepare("chats", str(source), str(tokenizer_file), tmp_path / "out", shard_tokens=10**6, validation_fraction=0)
-    manifest = files_of(folder)[MANIFEST]
-    assert manifest["splits"]["train"]["documents"] == 175 and manifest["skipped"]["bad"] == 0 and manifest["dtype"] == "uint32"
-    assert manifest["examples"][1] == (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the relation between the given pairs?\n\n"
-        "Night : Day :: Right : Left<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "⟦The relation between the given pairs is that they are opposites.<|eot_id|>⟧")
 
 
 def chat(*words, system=""):
@@ -373,38 +354,6 @@ def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_th
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_path, tokenizer_path):
-    records = [{"text": f"Story {number}", "url": "x", "date": None, **{f"column{more}": 1 for more in range(number % 2 * 12)}} for number in range(30)]
-    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out")
-    lines = "\n".join(describe(folder))
-    assert "Dropped: url 30 times, column0 15 times, column1 15 times, column2 15 times," in lines
-    assert f"column8 15 times and 3 more (see {folder / MANIFEST}); training uses the text without them" in lines
-    assert files_of(folder)[MANIFEST]["skipped"]["dropped"] == {"url": 30, **{f"column{more}": 15 for more in range(12)}}
-
-
-@pytest.mark.parametrize("kind, record, advice", [
-    ("documents", {"text": "Story<|eot_id|>"}, "--documents splits at lines with one"),
-    ("chats", {"prompt": "<|eot_id|>Why?<|end_header_id|>", "completion": "So."}, "write turns as messages")])
-def test_names_of_control_tokens_that_are_encoded_as_text_are_counted(tmp_path, tokenizer_path, kind, record, advice):
-    records = [record, {name: "plain <|" for name in record}, *[{name: f"<|begin_of_text|>{number}" for name in record} for number in range(2)]]
-    folder = prepare(kind, write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out", validation_fraction=0)
-    (line,) = [line for line in describe(folder) if line.startswith("As text: ")]
-    noun = kind.removesuffix("s")
-    assert line == (f"As text: <|begin_of_text|> in 2 {noun}s, <|eot_id|> in 1 {noun}. "
-                    f"Such names in a source never become control tokens; {advice}")
-
-
-@pytest.mark.parametrize("trained, held_out, more, words", [
-    (190, 10, {}, ""), (30, 170, {}, "170 of 200 examples are in validation, 85.0% instead of 5.0%"),
-    (400, 0, {}, "0 of 400 instead of 5.0%; add more"),
-    (186, 14, {"common_openings": 2}, "Split: 2 openings")])
-def test_a_split_far_from_the_requested_one_is_reported_with_figures_and_a_remedy(trained, held_out, more, words):
-    splits = {"train": {"documents": trained}, "validation": {"documents": held_out}}
-    output = "".join(preparation.describe_split({"kind": "chats", "rules": 2, "settings": {"validation_fraction": 0.05}, "splits": splits,
-                                               "source": {"sources": [{"path": "x.jsonl"}]}, **more}))
-    assert words in output and bool(output) == bool(words)
-
-
 def test_many_answers_to_one_prompt_stay_together_if_enough_is_held_out():
     """The fourth opening is in the lowest 5 % of hashes, so that no other stage trains on it."""
     examples = [example(f"Opening {place}", answers=(f"{number}", "bad")) for place in range(10) for number in range(20)]
@@ -437,11 +386,3 @@ def test_raw_text_does_not_become_a_token_of_the_chat_format_that_is_not_marked_
     assert [turn in np.fromfile(made / "train-00000.bin", "<u2", offset=1024) for made in sets] == [True, False]
 
 
-@pytest.mark.parametrize("kind, flags, refused", [
-    ("documents", ["--max-steps", "3", "--system-prompt=x"], "remove --max-steps, --system-prompt "),
-    ("documents", ["--max-documents", "3", "--validation-fraction", "0.1", "--preset", "sample"], ""), ("chats", ["--system-prompt=x"], ""),
-    ("pairs", ["--learning-rate=1"], "remove --learning-rate ")])
-def test_settings_without_effect_on_a_preparation_are_refused_as_flags(kind, flags, refused):
-    parser = data_preparation_utils.flag_parser(kind, "")
-    with pytest.raises(SettingsError, match=refused) if refused else nullcontext():
-        parser.refuse_unused(["--source", "x", *flags], *data_preparation_utils.used_settings(kind))

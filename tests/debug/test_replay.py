@@ -30,7 +30,6 @@ ROW_TOKENS = 32
 
 
 def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
-    """What a replay reports, by the run's folder."""
     lines = []
     replay(run.folder, step, read_flags(flags), **options, info=lines.append)
     return "\n".join(lines)

@@ -18,7 +18,6 @@ COW = [Selector("find", "cow met the")]
 
 
 def data_of(page: Path) -> dict:
-    """The data that a page shows."""
     return json.loads(re.search('id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
 

@@ -90,8 +90,5 @@ def test_a_limit_keeps_the_first_shuffled_items_and_missing_files_are_errors(bun
     assert read_bundle(bundle, 3)[2]["items"] == read_bundle(bundle, None)[2]["items"][:3] != ITEMS["ends.jsonl"][:3]
     with pytest.raises(DataError, match="ends has 2 items, too few for its examples.*--limit"):
         read_bundle(bundle, 2)
-    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncolors,50\n")
-    with pytest.raises(DataError, match="KeyError.'who'.*eval_bundle.zip"):
-        read_bundle(bundle, None)
     with pytest.raises(DataError, match="FileNotFoundError.*eval_bundle.zip"):
         read_bundle(bundle / "nowhere", None)

@@ -33,7 +33,6 @@ ROWS = 5
 
 @pytest.fixture
 def measured(whole):
-    """A trained model, its tokenizer and its validation rows."""
     config = make_plan(whole.argv()).config
     model, tokenizer = load_model(whole.checkpoint(6))[0], load_tokenizer(config.tokenizer_path)
     return model, tokenizer, open_rows(config, "validation", tokenizer, "never")
@@ -153,7 +152,6 @@ def test_every_evaluation_is_recorded_item_by_item(whole: TinyRun):
 
 @pytest.fixture(scope="module")
 def sets(prepared, tmp_path_factory) -> str:
-    """EVAL_TASKS with two sets, one of items with two endings and one of items with two and three."""
     folder, items = tmp_path_factory.mktemp("sets"), [json.loads(line) for line in prepared.items.read_text().splitlines()]
     for name, counts in (("pairs", (2, 2)), ("mixed", (2, 3))):
         records = [{"ctx": item["ctx"], "endings": item["endings"][:counts[number % 2]], "label": item["label"] % 2}

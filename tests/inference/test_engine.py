@@ -75,7 +75,6 @@ def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling 
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """A function that returns what each prompt gets alone: the first 9 tokens, the next one 13, and so on."""
     return cache(lambda sampling: [alone(model, prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)])
 
 
@@ -256,13 +255,6 @@ def test_what_a_row_has_read_is_not_read_again(model):
     assert both == [alone(model, [*PROMPTS[4], *other, 8], 4), second[:4]]
 
 
-def test_the_free_row_that_was_freed_first_is_overwritten(model):
-    engine = Engine(model, 2, 60)
-    for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[0]):
-        run(engine, Request(prompt, 1))
-    assert sorted(row.cached for row in engine._rows) == sorted((PROMPTS[4], PROMPTS[0]))
-
-
 def test_a_cancelled_request_ends_and_leaves_no_trace(model):
     engine = Engine(model, 2, 60, prefill_tokens=8)
     requests = [Request(prompt, 20) for prompt in PROMPTS[:4]]
@@ -282,7 +274,6 @@ def test_a_cancelled_request_ends_and_leaves_no_trace(model):
 
 
 def test_a_row_may_be_full_to_the_last_token(model):
-    """Beside a row that reads more than there is room for in the full one."""
     full, other = Request(PROMPTS[0], 33), Request(PROMPTS[2], 9)
     engine = Engine(model, 2, 40)
     engine.add(full)

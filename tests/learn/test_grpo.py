@@ -371,14 +371,12 @@ def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_e
 
 
 @pytest.mark.parametrize("name, answer, record, expected", [
-    ("math_verify", "The answer is \u22125", {"answer": "-5"}, 1), ("math_verify", "The range is 5-10", {"answer": 10}, 1),
-    ("math_verify", "1.5e3", {"answer": "1500"}, 1), ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
+    ("math_verify", "The answer is \u22125", {"answer": "-5"}, 1), ("math_verify", "1.5e3", {"answer": "1500"}, 1),
+    ("math_verify", r"$\frac{\sqrt{2}}{2}$", {"answer": r"\frac{1}{\sqrt{2}}"}, 1), ("math_verify", "4", {"answer": "5"}, 0),
+    ("math_verify", r"\boxed{\frac{1}{2}}", {"answer": 0.5}, 1), ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
     ("contains", "It is Paris.", {"answer": "Paris"}, 1), ("contains", "Rome", {"answer": "Paris"}, 0),
     ("regex", "a1b", {"pattern": r"^a\d"}, 1), ("regex", "ba1", {"pattern": r"^a\d"}, 0), ("regex", "so a1b", {"pattern": r"a\d"}, 1),
-    ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("math", r"\boxed{1,000} of 3", {"answer": "1000.0"}, 1),
-    ("math", "one half: 0.5", {"answer": "1/2"}, 1), ("math", "-3", {"answer": "3"}, 0), ("math", "none", {"answer": "3"}, 0),
-    ("math", "1/0", {"answer": "3"}, 0), ("math_verify", r"\boxed{\frac{1}{2}}", {"answer": 0.5}, 1),
-    ("math_verify", r"$\frac{\sqrt{2}}{2}$", {"answer": r"\frac{1}{\sqrt{2}}"}, 1), ("math_verify", "4", {"answer": "5"}, 0), ("length", "four", {}, 4)])
+    ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("length", "four", {}, 4)])
 def test_built_in_rewards(name, answer, record, expected):
     if name == "math_verify":
         pytest.importorskip("math_verify")

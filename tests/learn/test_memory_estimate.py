@@ -13,12 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lora
 from config import Config, ModelConfig, rules
 from extensions import cost
-from extensions.cost import activation_bytes, estimate_memory, parameter_count
+from extensions.cost import activation_bytes, estimate_memory
 from extensions.forecast import GIB, TIGHT, forecast_memory, memory_advice
 from model import AttentionPlan, TransformerBlock
 from model_kernels import head, matmul
 from model_utils import DTYPES
-from plan.layers import PRESETS_DIR
 from plan.make import make_plan
 
 FULL = {"world_size": 8, "sharding": "full"}
@@ -125,21 +124,6 @@ def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     assert better.accumulation_steps * better.micro_batch_size == config.accumulation_steps * config.micro_batch_size
 
 
-def test_the_advice_on_memory_takes_the_cheapest_first():
-    config = Config(micro_batch_size=32)
-    forecast = lambda **changes: estimate_memory(config.model_copy(update=changes), 128_256, 2).total
-    assert "It would fit with ACTIVATION_CHECKPOINTING=block (" in memory_advice(config, forecast(micro_batch_size=16), 128_256, 2)
-    config = config.model_copy(update={"activation_checkpointing": "block"})
-    for rows in (16, 4, 1):
-        assert f"It would fit with MICRO_BATCH_SIZE={rows} (" in memory_advice(config, forecast(micro_batch_size=rows), 128_256, 2)
-    rows = {"micro_batch_size": 1}
-    ranks = config.model_copy(update={"world_size": 16})
-    least = estimate_memory(ranks.model_copy(update={**rows, "activation_checkpointing": "block"}), 128_256, 2).total
-    assert "SHARDING=hybrid SHARD_DEGREE=8" in memory_advice(ranks, least - 1, 128_256, 2)
-    assert "CPU_OFFLOAD=true" in memory_advice(config, least // 2, 128_256, 2)
-    assert "smaller model" in memory_advice(config, GIB // 2, 128_256, 2)
-
-
 def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) -> tuple[float, float]:
     """What a block's compiled graph saves for its backward, in bf16, as the partitioner decides: the bytes per token, and those
     of copies of weights.
@@ -196,9 +180,8 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
         assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
     assert kept_by_the_compiler(config, 0.9, gathered=True) == pytest.approx(forecast(0.9, sharding="full"), rel=0.01)
     assert forecast(0.9)[0] < 0.75 * forecast(1.0)[0] and forecast(0.9)[1] < forecast(1.0)[1]
-    for budget in (0.5, 0.0):  # it saves whole tensors, and views of larger ones
-        tokens, copies = kept_by_the_compiler(config, budget)
-        assert tokens < 1.15 * forecast(budget)[0] and copies == forecast(budget)[1] == 0, budget
+    tokens, copies = kept_by_the_compiler(config, 0.0)  # it saves whole tensors, and views of larger ones
+    assert tokens < 1.15 * forecast(0.0)[0] and copies == forecast(0.0)[1] == 0
 
 
 @pytest.mark.parametrize("changes, gigabytes, factor", [
@@ -237,20 +220,6 @@ def test_the_forecast_without_a_compiler_counts_a_chunk_three_times_on_a_gpu():
     assert forecast == pytest.approx(traced, rel=0.001) and forecast == 8 * rows[0].numel()
 
 
-@pytest.mark.parametrize("preset", [file for file in sorted(PRESETS_DIR.glob("*.env")) if " billion parameters" in file.read_text()],
-                         ids=lambda file: file.stem)
-def test_the_comment_of_a_preset_agrees_with_the_forecast(preset):
-    comment = preset.read_text().partition("\n")[0]
-    ranks = "8" if "On 8 GPUs of 80 GB" in comment else "1"
-    config = make_plan(["--preset", preset.stem, "--world-size", ranks], {}, complete=False).config
-    forecast = estimate_memory(config, 128_256, 2).total
-    assert forecast < 80e9 or "80 GB" not in comment
-    assert f"bout {forecast / GIB:.0f} GiB a GPU" in comment
-    billions = re.search(r"([\d.]+) billion", comment)[1]
-    digits = len(billions.partition(".")[2])
-    assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
-
-
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_the_forecast_of_a_quantised_base_counts_its_scales(kind):
     pytest.importorskip("bitsandbytes", reason="needs pip install bitsandbytes")
@@ -283,10 +252,3 @@ def test_a_start_records_the_forecast_and_warns_if_it_exceeds_the_memory(tiny_ru
     assert f"the run needs about {needed:.2f} GiB, but this machine has 0.2 GiB. " in capsys.readouterr().err
 
 
-def test_recomputation_is_advised_before_a_smaller_batch():
-    from plan.layers import read_preset
-    from plan.names import validate
-
-    config = validate(read_preset("llama3.2-3b", "").values)[0].model_copy(update={"world_size": 8, "async_save": False})
-    advice = memory_advice(config, int(80e9 * 0.93), 128_256, 2, "cuda", 0)
-    assert "ACTIVATION_CHECKPOINTING=" in advice and "MICRO_BATCH_SIZE" not in advice

@@ -74,6 +74,7 @@ def test_gradients_pass_the_mask_and_the_scale():
     torch.testing.assert_close(gradient, (places.drops[1](x) != 0).double() / 0.7)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiler_gives_the_same_bits(dtype):
     places, x = Places(0.2), torch.randn(3, 16, 32).to(dtype)

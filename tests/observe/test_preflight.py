@@ -5,7 +5,6 @@ import shutil
 import sys
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import model
 import train
 from checkpoint import model_json
 from common.errors import DataError, SettingsError
-from config import Config, ModelConfig
+from config import ModelConfig
 from extensions import cost
 from extensions import forecast as check
 from plan.layers import read_preset
@@ -43,8 +42,6 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
 
 
 class Checked:
-    """The output and the exit code of --check."""
-
     def __init__(self, run: TinyRun, capsys, **changes):
         capsys.readouterr()
         self.code = run.train(CHECK="true", **changes)
@@ -214,19 +211,6 @@ def test_a_ring_takes_the_time_of_the_formula_and_hybrid_sharding_is_faster_on_t
     flags = ("--preset", "llama3.2-1b", "--total-batch-size", str(8 * 16 * 4 * 4096), "--world-size", "16", "--sharding")
     full, hybrid = (planned_speed(capsys, *flags, mode) for mode in ("full", "hybrid"))
     assert hybrid[1] == full[1] and hybrid[0] > full[0], "docs/gpus.md: with several micro-batches, from the second machine on"
-
-
-@pytest.mark.parametrize("memory, card, expected", [
-    (24, None, (165, "RTX 4090, a guess from 24 GB; set PEAK_TFLOPS for another GPU")), (79.6, None, (989, "H100, a guess from 79.6 GB; ")),
-    (40, None, (None, "not known; set PEAK_TFLOPS to the dense bf16 TFLOP/s of a GPU of 40 GB")),
-    (80, "NVIDIA A100-SXM4-80GB", (312, "NVIDIA A100-SXM4-80GB, as in this machine; ")), (24, "NVIDIA A100-SXM4-80GB", (165, "RTX 4090, a guess"))])
-def test_the_gpu_of_a_plan_is_that_of_the_machine_or_a_usual_one_with_its_memory(memory, card, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85.1e9))
-    peak, source = check.planned_peak(Config(device_memory=memory))
-    assert peak == expected[0] and source.startswith(expected[1])
-    assert check.planned_peak(Config(device_memory=memory, peak_tflops=7)) == (7, "PEAK_TFLOPS")
 
 
 def test_llama_1b_fits_24_gb_with_the_advice_that_check_prints(tmp_path, capsys, monkeypatch):

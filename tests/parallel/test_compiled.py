@@ -1,7 +1,6 @@
 """With a GPU's settings, two compiled ranks compile nothing after their first steps, whatever else a run does."""
 
 import re
-import shutil
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from factories import TinyRun, prepare_stages
 
 import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default"),
-              pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.slow, pytest.mark.compiler, pytest.mark.filterwarnings("default")]
 KEPT = {"compile": {}, "selective": {"ACTIVATION_CHECKPOINTING": "selective", "ACTIVATION_MEMORY_BUDGET": 0.9},
         "block": {"ACTIVATION_CHECKPOINTING": "block"}}
 LAYOUTS = {"ddp": {}, "fsdp": {"SHARDING": "full"}}

@@ -12,7 +12,6 @@ from factories import a_step, furthest, in_transformers, new_model, uneven_batch
 from torch import nn
 from torch.nn import functional as F
 
-import train
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from common.errors import SettingsError
@@ -31,7 +30,6 @@ UNITS = torch.tensor(37.0, dtype=torch.float64)
 
 
 def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, float]:
-    """The mean gradient of micro-batches with these gradients, and the largest if it did not fit."""
     model = nn.Linear(7, 5, bias=False)
     exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(gradients)))
     exact.begin(UNITS, Progress(gradient_exponent=exponent))
@@ -120,15 +118,6 @@ def test_a_step_is_repeated_with_a_scale_that_fits():
     ordinary = a_step(batches, MICRO_BATCH_SIZE=2)
     assert furthest(steps[0][1], ordinary[1]) < 1e-6 and steps[0][0].grad_norm == pytest.approx(ordinary[0].grad_norm, rel=1e-6)
     assert steps[0][0].loss == pytest.approx(ordinary[0].loss, rel=1e-6)
-
-
-def test_a_step_that_does_not_fit_changes_nothing_before_it_is_repeated(monkeypatch):
-    monkeypatch.setattr(train, "take_step", train.train_step)
-    settings = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
-    result, _, model = a_step(uneven_batches(2), exponent=-40, **settings)
-    fresh = new_model(model.config, 512, seed=1)
-    assert result.misfit > 0 and not result.updated and all(map(torch.equal, model.parameters(), fresh.parameters()))
-    assert a_step(uneven_batches(2), exponent=exponent_for(result.misfit), **settings)[0].misfit == 0
 
 
 def test_a_matrix_whose_rows_leave_part_of_a_vector_cannot_be_divided():

@@ -41,7 +41,6 @@ QUICK = [("pretrain", "hybrid-4"), ("dpo-live", "full-2"), ("muon", "full-2")]
 
 @pytest.fixture(scope="module")
 def whole_run(stages, tmp_path_factory):
-    """A function that returns the run of one process with a feature, which is trained once."""
     runs: dict[str, TinyRun] = {}
 
     def run_of(feature: str) -> TinyRun:
@@ -153,7 +152,6 @@ def test_a_sharded_step_does_not_wait_for_the_device_before_its_end(tiny_run):
 
 
 def poison_rank_1() -> None:
-    """In step 3, rank 1 has an infinite gradient where its loss is finite."""
     if os.environ["RANK"] != "1":
         return
     original = NextToken.loss_sum

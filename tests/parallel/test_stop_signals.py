@@ -59,7 +59,6 @@ def test_a_second_signal_leaves_although_the_main_thread_never_returns_to_python
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_while_a_child_creates_the_sample_is_a_stop_and_not_an_error(number, tmp_path):
-    """The terminal and a scheduler send it to the child too."""
     command = [sys.executable, str(ROOT / "train.py"), "--preset=sample,debug", "--device=cpu", "--run-name=run"]
     env = {name: value for name, value in os.environ.items() if name != "PADDOCK_PID"}
     with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, start_new_session=True, stdout=subprocess.PIPE,

@@ -18,7 +18,6 @@ USUAL_WORLDS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """No test reads the user's own `.env`."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -15,7 +15,6 @@ WEIGHTS = {EMBEDDING: np.arange(12, dtype=np.float32).reshape(4, 3), NORM: np.on
 
 
 def sha256(folder: Path, tensors: dict, layers=None, files: int = 1) -> str:
-    """The hash of a folder with these tensors, which are divided into files."""
     folder.mkdir()
     parts = [dict([*tensors.items()][place::files]) for place in range(files)]
     names = ["model.safetensors"] if files == 1 else [f"model-0000{place + 1}-of-0000{files}.safetensors" for place in range(files)]

@@ -60,7 +60,6 @@ def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data"
 
 
 def another(name: str):
-    """A valid value other than the default."""
     field = Config.model_fields[name]
     default = EVERYTHING.get(name, field.default)
     if get_origin(field.annotation) is Literal:
@@ -138,7 +137,6 @@ def test_what_has_another_shape_cannot_be_allowed(now):
 
 
 def test_a_setting_that_was_not_recorded_had_its_default():
-    """An extension's, which was not there."""
     before = {name: value for name, value in Config().public().items() if name != "LEARNING_RATE"}
     state = {"settings": before, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     (warning,) = compared(state, Config(learning_rate=1.0), state["identity"]).warnings
@@ -148,12 +146,9 @@ def test_a_setting_that_was_not_recorded_had_its_default():
         compared(state, Config(reproducible=True), state["identity"])
 
 
-def test_another_number_of_ranks_is_a_warning():
+def test_another_number_of_ranks_is_a_warning_and_of_a_reproducible_run_none():
     (warning,) = changes(Config(), Config(world_size=2)).warnings
     assert "the number of ranks was 1, is 2" in warning
-
-
-def test_a_reproducible_run_changes_its_ranks_silently_but_not_its_micro_batches():
     assert changes(Config(reproducible=True), Config(reproducible=True, world_size=3, sharding="full")).warnings == []
     with pytest.raises(CheckpointError, match="MICRO_BATCH_SIZE was 8, is 4"):
         changes(Config(reproducible=True), Config(reproducible=True, micro_batch_size=4))
@@ -192,14 +187,3 @@ def test_another_teacher_is_refused_and_the_same_one_in_another_folder_is_not():
         compared(state, moved, recorded | {"TEACHER_MODEL": "b" * 64})
 
 
-@pytest.mark.parametrize("start, named, remedies", [
-    ({}, {}, ["Restore", "start a new run with another RUN_NAME", "--run-name NAME --resume auto --pretrain-checkpoint"]),
-    ({}, {"pretrain_checkpoint": "base"}, ["start a new run with another RUN_NAME, with --reset-optimizer", "--run-name NAME"]),
-    ({"is_own": False, "setting": "resume"}, {}, ["load only its weights with --run-name NAME --resume auto --pretrain-checkpoint"]),
-    ({"is_own": False, "setting": "pretrain_checkpoint"}, {"pretrain_checkpoint": "base"}, ["load only its weights with --pretrain-checkpoint"])])
-def test_the_remedies_suit_the_start(start, named, remedies):
-    with pytest.raises(CheckpointError) as refused:
-        changes(Config(**named), Config(seed=1, **named), **start)
-    error = str(refused.value)
-    assert all(words.replace("Restore", "Set SEED=1337") in error for words in remedies) and "--reset-optimizer" in error
-    assert ("start a new run" in error) == start.get("is_own", True), "only a run's own checkpoint is in the way"

@@ -99,17 +99,6 @@ def test_a_model_without_a_template_continues_text_with_one_note(chat, folder, t
     assert "does not accept a system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
 
 
-@pytest.mark.parametrize("argv, code, words", [
-    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "requires --serve"), (["MODEL", "--port", "1"], 2, "--port requires --serve"),
-    (["MODEL", "MODEL", "--serve"], 2, "must be different"), (["MODEL", "--serve", "--seed", "1"], 2, "--seed applies only in the terminal"),
-    (["MODEL", "--serve", "--api-key"], 2, "PADDOCK_API_KEY"), (["MODEL", "--top-p", "0"], 2, "--top-p: expected a number above 0")])
-def test_wrong_arguments_are_explained(chat, folder, tmp_path, monkeypatch, argv, code, words):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PADDOCK_API_KEY", raising=False)
-    result = chat("", *[str(folder) if word == "MODEL" else word for word in argv])
-    assert result[:2] == (code, "") and words in result[2] and "Traceback" not in result[2]
-
-
 class Terminal:
     """The script in a terminal of its own."""
 

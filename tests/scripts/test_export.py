@@ -13,6 +13,7 @@ from shutil import copytree
 import pytest
 import torch
 from commands import python
+from factories import flip_bit
 
 from checkpoint.store import OPTIMIZER, STATE, verify
 from common.errors import CheckpointError, PaddockError
@@ -104,10 +105,7 @@ def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
 
 def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
     copytree(max((whole.folder / "checkpoints").glob("step-*")), tmp_path / "step-00000001")
-    weights = tmp_path / "step-00000001" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_bit(tmp_path / "step-00000001" / "model.safetensors")
     monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "step-00000001"), "--to", "hf", "--output", str(tmp_path / "new")])
     with pytest.raises(CheckpointError, match="model.safetensors"):
         script.main()

@@ -126,15 +126,3 @@ def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, 
     assert printed == "\n\n".join(texts) + "\n"
     alone = called(monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
     assert printed.startswith(alone.rstrip("\n"))
-
-
-@pytest.mark.parametrize("flags, reason", [
-    (["--top-k", "-1"], "argument --top-k: "), (["--stop", ""], "--stop must not be empty"),
-    (["--prompt", "a", "--prompts", "f"], "cannot be combined"), (["--output", "o"], "--output requires --prompts"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--chat"], "--chat requires a --prompt"),
-    (["--system", "Be kind."], "--system requires --chat")])
-def test_wrong_flags_are_refused(monkeypatch, capsys, flags, reason):
-    monkeypatch.setattr(sys, "argv", ["generate.py", "model", *flags])
-    with pytest.raises(SystemExit) as caught:
-        script.main()
-    assert caught.value.code == 2 and reason in capsys.readouterr().err

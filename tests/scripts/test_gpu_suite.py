@@ -1,7 +1,6 @@
 """The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,12 +8,11 @@ import sysconfig
 import tarfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, python
+from commands import ROOT
 from factories import wait_until
 
 from model_kernels import attention
@@ -125,32 +123,6 @@ def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
     assert found["good"]["error"].startswith("skipped: ") and found["faulty"]["error"] == "skipped: no time left"
 
 
-@pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
-def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
-    """The schedule: a thread takes the parts in order, and waits for those needed. In a second call, the header's files are warm."""
-    options, parts = gpu_suite.parse_args(["--parts", group])
-    suite, ends, now = gpu_suite.Suite(options, parts), {}, 0.0
-    shutil.rmtree(suite.folder)
-    seconds = {part.name: part.seconds for part in parts} | ({"header": 10} if group == "second" else {})
-    for (is_alone, _), stage in groupby(parts, suite.stage_of):
-        threads = [now] * (1 if is_alone else options.jobs)
-        for part in stage:
-            begin = max([threads[0], *(ends[name] for name in part.needs)])
-            ends[part.name] = begin + seconds[part.name]
-            threads = sorted([*threads[1:], ends[part.name]])
-        now = max(threads)
-    assert now + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
-
-
-def test_what_only_a_device_shows_comes_first_and_the_sample_beside_the_header():
-    options, parts = gpu_suite.parse_args(["--parts", "first"])
-    suite = gpu_suite.Suite(options, parts)
-    shutil.rmtree(suite.folder)
-    stages = [(is_alone, [part.name for part in stage]) for (is_alone, _), stage in groupby(parts, suite.stage_of)]
-    assert [is_alone for is_alone, _ in stages] == [False, True, False]
-    assert stages[0][1] == ["header", "sample"] and stages[1][1][:2] == ["parity", "speed-1b"]
-
-
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it exceeded its limit of 1 s" and found["good"]["ok"]
@@ -165,32 +137,6 @@ def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):
     for name, needed in (("good", "fails"), ("faulty", "good"), ("absent", "fails")):
         assert found[name]["error"].startswith(f"skipped: it needs {needed}"), name
     assert suite(part("good"), minutes=0.001, output="late")["good"]["error"] == "skipped: no time left"
-
-
-def test_parts_are_chosen_by_group_and_name_with_what_they_need():
-    names = [part.name for part in gpu_suite.select_parts("stage-sft")]
-    assert names == ["header", "sample", "stage-pretrain", "stage-sft"]
-    assert {part.group for part in gpu_suite.select_parts("second")} == {"first", "second"}
-    assert gpu_suite.select_parts("all") == gpu_suite.select_parts("first,second,more") == list(gpu_suite.PARTS)
-    with pytest.raises(ValueError, match="--parts frist: choose from all, first, second, more"):
-        gpu_suite.select_parts("frist")
-    # A part comes after those that it needs: otherwise a thread would wait for one that no other thread is free to run.
-    names = [part.name for part in gpu_suite.PARTS]
-    assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
-
-
-@pytest.mark.slow
-def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
-    """In forked processes; those of the first group have their test below."""
-    def run(task, script, *arguments, env=None, stdin=""):
-        done = python(script, *arguments, env=os.environ | (env or {}), stdin=stdin)
-        return done.returncode, done.stderr + done.stdout
-
-    monkeypatch.setattr(parts.Task, "run", run)
-    for part in gpu_suite.select_parts("stage-sft,stage-distil,stage-muon,stage-windows")[1:]:
-        task = parts.Task(part.name, "cpu", True, tmp_path, part.seconds, tmp_path / "figures.jsonl")
-        parts.PARTS[part.name](task)
-        assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
 
 
 def null_output(steps: int, waits: int = 1, grows: int = 0, recompiles_in: int = 0) -> str:

@@ -1,9 +1,7 @@
 """Every command explains itself in 80 columns, says its version, and does nothing else then."""
 
 import os
-import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +17,6 @@ from parallel.process import STOP_SIGNALS
 
 PYTHON = [path for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("[dg]*/*.py")]) if "\nif __name__ ==" in path.read_text()
           and path.name != "main.py"]  # which is ./paddock: test_paddock.py
-SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name not in ("setup.sh", "run.sh", "run_pipeline.sh")]
 TRAIN = ROOT / "train.py"
 
 
@@ -62,41 +59,6 @@ def test_a_script_prints_its_help_and_version(script, run):
     assert [line for line in text.splitlines() if len(line) > HELP_COLUMNS] == []
     assert run(script, "--version") == (0, f"Paddock {__version__}\n")
     assert files() == before
-
-
-@pytest.fixture
-def project(tmp_path) -> Path:
-    """A copy of the shell scripts, where calling a Python is noted."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "sample", "__pycache__"))
-    (tmp_path / "common").mkdir()
-    shutil.copy(ROOT / "common" / "__init__.py", tmp_path / "common")
-    for name in ("python", "python3", "ip"):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
-        (tmp_path / "bin" / name).chmod(0o755)
-    return tmp_path
-
-
-def bash(project: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
-    """Run a copied script from elsewhere."""
-    return subprocess.run(["bash", f"../scripts/{script}", *flags], cwd=project / "bin", text=True, capture_output=True,
-                          env={**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}"})
-
-
-@pytest.mark.parametrize("script", [path.name for path in SHELL])
-def test_a_shell_script_prints_its_help_without_side_effects(script, project):
-    if script == "gpu_suite.sh":  # the help is that of gpu/suite.py, which needs no package
-        assert bash(project, script, "--help").returncode == 0
-        assert (project / "called").read_text().endswith("gpu/suite.py --help\n")
-        return
-    before = sorted(project.rglob("*"))
-    for flags in (("--help",), ("-h",), ("--max-steps", "3", "--help")):
-        done = bash(project, script, *flags)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert f"bash scripts/{script}" in done.stdout and max(map(len, done.stdout.splitlines())) <= HELP_COLUMNS
-        assert not re.search("^#|set -", done.stdout, re.MULTILINE)
-    assert bash(project, script, "--version").stdout == f"Paddock {__version__}\n"
-    assert sorted(project.rglob("*")) == before
 
 
 def test_the_help_needs_no_torch():

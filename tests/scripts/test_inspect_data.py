@@ -112,12 +112,6 @@ def test_a_batch_of_chats_shows_what_is_learned(sets, inspect):
     assert "of the run" not in cut and "left out" in cut
 
 
-def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
-    output = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
-    assert "a mixture of 2 sources" in output and output.count(" from a, number") == output.count(" from b, number") == 2
-    assert f"scripts/inspect_data.py {sets['documents']}" in output.replace("'", "")  # quoted in a folder with a space
-
-
 @pytest.mark.parametrize("kind, pattern, examples, hashes", [
     ("documents", r"Ümlaut 3\b", 2, 1), ("chats", r"Ümlaut 3\b", 1, 1), ("chats", "Yes", 60, 60), ("mixture", r"Ümlaut 3\b", 4, 1)])
 def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, pattern, examples, hashes, sets, inspect, prepared, tmp_path):
@@ -134,11 +128,3 @@ def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, patt
     with pytest.raises(DataError, match="nothing has the pattern 'no such text', so nothing is written"):
         inspect(sets[kind], "--find", "no such text", "--exclude", "nothing.txt")
     assert not (tmp_path / "nothing.txt").exists()
-
-
-@pytest.mark.parametrize("flags, reason", [
-    (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
-    (["--list", "."], "contains no prepared data"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
-def test_a_wrong_argument_is_an_error(flags, reason, inspect):
-    with pytest.raises((DataError, SettingsError), match=reason):
-        inspect(*flags)

@@ -5,6 +5,7 @@ from shutil import copytree
 
 import pytest
 import torch
+from factories import flip_bit
 
 from checkpoint import store
 from checkpoint.huggingface import load_model_weights
@@ -31,10 +32,7 @@ def test_numbers_are_exact_weighted_means(whole, tmp_path):
 
 def test_other_models_and_damaged_ones_are_refused(whole, tmp_path):
     other = copytree(whole.checkpoint(6), tmp_path / "step-00000009")
-    weights = other / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_bit(other / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.safetensors"):
         merge([whole.checkpoint(6), other], (1, 1), tmp_path / "mean")
     (other / "MANIFEST.json").unlink()

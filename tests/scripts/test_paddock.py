@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from commands import ROOT
 
-from common import __version__, interrupts
+from common import interrupts
 
 # A script of the copy: notes its name, arguments, folder and Python.
 SCRIPT = '''"""What {name} does."""
@@ -163,14 +163,6 @@ def test_each_command_runs_its_script_with_the_arguments_passed_on(monkeypatch):
     assert {"RANK", "LOCAL_RANK", "WORLD_SIZE"}.isdisjoint(os.environ), "left by an earlier job: no command is its rank"
 
 
-def test_the_list_is_what_there_is(clone):
-    for shown in (clone.paddock(), clone.paddock("--help"), clone.paddock("help")):
-        named = re.findall(r"^  ([a-z-]+) ", shown, re.MULTILINE)
-        assert {*named} == {words.split()[0] for words in RUNS} | {"test"} and len(named) == len({*named})
-        assert max(map(len, shown.splitlines()[2:])) <= 79  # below the usage, which has the program as it was called
-    assert clone.paddock("--version") == f"Paddock {__version__}\n" and not clone.calls()
-
-
 def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
     python = {"program": (clone.with_environment() / "bin" / "python", clone.root / "scripts" / "main.py")}
     (clone.root / "corpus").mkdir()
@@ -202,20 +194,6 @@ def test_arguments_are_passed_on_as_they_are_and_the_folder_stays(clone):
     assert clone.calls()[-1][2] == str(here)
 
 
-def test_without_packages_help_is_the_docstring_of_the_script(clone):
-    (clone.root / "scripts" / "run.py").write_text('"""What it does."""\nraise SystemExit(2)\n')
-    output = clone.paddock("train", "--help")
-    assert output == "What it does.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n" and not clone.calls()
-
-
-def test_an_unknown_command_names_the_nearest(clone):
-    assert "tarin (did you mean train?)" in clone.paddock("tarin", code=2)
-    assert "did you mean" not in clone.paddock("xyzzy", code=2)
-    assert "merge-lora (did you mean export?)" in clone.paddock("merge-lora", code=2), "as in another trainer"
-    assert "export" in clone.paddock("exprot", "--help", code=2) and not clone.calls()
-    clone.paddock("run.py", code=2)
-
-
 def test_without_an_environment_one_is_made_once(clone):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("a GPU is here")
@@ -235,7 +213,7 @@ def test_without_an_environment_one_is_made_once(clone):
     assert [line for line in extras if re.match("[a-z]+[~>=]", line)] == ["starlette>=1.7,<2", "uvicorn~=0.54"]
     clone.paddock("chat", "first", "--serve")
     assert not clone.calls("pip")
-    (clone.root / "requirements.txt").write_text("torch==9.0.0\nnew~=1.0\n")
+    (clone.root / "requirements.txt").write_text("torch>=9,<10\nnew~=1.0\n")
     clone.paddock("train")
     [[_, again, *_]] = clone.calls("pip")
     assert again[-2:] == ["new~=1.0", "torch==2.13.0+cpu"], "torch is kept"

@@ -11,8 +11,7 @@ import pytest
 from commands import BARE, ROOT
 from factories import TinyRun
 
-from common.command_line import CommandParser
-from common.text import PROGRAM, command
+from common.text import command
 
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
@@ -46,12 +45,6 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
     monkeypatch.chdir(tmp_path if elsewhere else ROOT)
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"report", "use it", "resume"})
-
-
-@pytest.mark.parametrize("script, program", [("scripts/generate.py", f"{PROGRAM} generate"), ("scripts/dev/soak.py", "python scripts/dev/soak.py")])
-def test_the_usage_names_the_command_or_the_file(script, program, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(ROOT / script)])
-    assert CommandParser("").prog == program
 
 
 def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):

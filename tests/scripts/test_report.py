@@ -68,13 +68,6 @@ def test_a_figure_is_vector_graphics_of_the_width_and_joins_seeds(folder, tmp_pa
     assert "argument --width" in report(folder, "--figure", "x.pdf", "--width", "wide", code=2).stderr
 
 
-@pytest.mark.parametrize("arguments, code, words", [
-    (["nosuch"], 5, "nosuch does not exist; name the folder of a run"), (["."], 5, "is not a run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
-    (["first", "--serve", "--output", "x"], 2, "writes no file")])
-def test_wrong_arguments_are_errors(folder, tmp_path, arguments, code, words):
-    assert words in report(*arguments, cwd=tmp_path, code=code).stderr
-
-
 def test_a_failed_write_leaves_the_earlier_page(folder, monkeypatch):
     import runpy
 

@@ -60,9 +60,3 @@ def test_files_that_only_resuming_needs_may_be_missing(copy):
     assert "The model's files are intact, but files needed to resume are not" in verify(copy, code=5)
     text = verify(copy, "--model-only")
     assert "optimizer" not in text and f"{copy} is intact." in text
-
-
-def flipped(whole, tmp_path) -> Path:
-    folder = Path(shutil.copytree(whole.checkpoint(4), tmp_path / "flipped"))
-    flip_bit(folder / "MANIFEST.json")
-    return folder

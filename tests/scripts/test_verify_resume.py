@@ -155,14 +155,6 @@ def test_state_that_is_not_restored_is_found(plant, differing, words, verify):
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize(("flags", "settings", "words"), [
-    (["--steps", "3"], {}, "of at least 4"),
-    (["--nproc-per-node", "3"], {}, "WORLD_SIZE = "), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
-def test_invalid_settings_are_refused_before_anything_is_started(flags, settings, words, verify):
-    code, text, left = verify(*flags, **settings)
-    assert code == 2 and words in text and left == []
-
-
 def test_the_cause_is_reported_if_a_run_fails_by_itself(verify, prepared, tmp_path):
     shutil.copytree(prepared.shards, tmp_path / "shards")
     next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")

@@ -30,7 +30,6 @@ class StubServer:
 
     def reset(self) -> None:
         self.models = [model("sft")]
-        self.key: Optional[str] = None
         self.pieces: list[str] = ["Hello", ", ", "world"]
         self.pause_seconds = 0.0  # after each piece
         self.hold_at: Optional[int] = None  # wait before this piece until it is None
@@ -53,20 +52,15 @@ class StubServer:
     def error(self, status: int, message: str, code: Optional[str] = None) -> JSONResponse:
         return JSONResponse({"error": {"message": message, "type": "error", "param": None, "code": code}}, status)
 
-    def refusal(self, request: Request) -> Optional[JSONResponse]:
-        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            return self.error(401, "a key is needed")
-        return None
-
     async def list_models(self, request: Request):
-        return self.refusal(request) or JSONResponse({"object": "list", "data": self.models})
+        return JSONResponse({"object": "list", "data": self.models})
 
     async def answer(self, request: Request):
         body = await request.json()
         self.requests.append({"path": request.url.path, **body})
         if self.refuses:
             return self.error(self.refuses, f"refused with {self.refuses}")
-        return self.refusal(request) or StreamingResponse(self.stream(request, body), media_type="text/event-stream")
+        return StreamingResponse(self.stream(request, body), media_type="text/event-stream")
 
     async def held(self, index: int) -> None:
         while self.hold_at is not None and self.hold_at <= index:

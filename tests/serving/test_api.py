@@ -298,7 +298,6 @@ def with_tools(prepared, tmp_path_factory):
 
 
 def scripted(monkeypatch, ids: list[int]) -> None:
-    """The model writes these tokens, and stops."""
     def take(self, token):
         if len(self.output_ids) == len(ids):
             self.finish_reason = "stop"

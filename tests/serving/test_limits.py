@@ -51,7 +51,6 @@ def connect(url: str) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while block := connection.recv(1 << 16):
@@ -60,7 +59,6 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def exchange(url: str, request: bytes) -> bytes:
-    """What comes back for these bytes until the connection is closed."""
     with connect(url) as connection:
         connection.sendall(request)
         return read_all(connection)

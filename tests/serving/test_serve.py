@@ -45,7 +45,6 @@ def serve_tiny(tokenizer_path, stuck: bool = False) -> None:
 
 @pytest.fixture
 def job(request, prepared, tmp_path):
-    """A server in a process of its own."""
     job = start(serve_tiny, prepared.tokenizer, getattr(request, "param", False), folder=tmp_path)
     wait_until(lambda: "(Ctrl-C stops it)" in job.text())
     yield job
@@ -59,7 +58,6 @@ def url_of(job) -> str:
 
 @contextlib.contextmanager
 def streaming(job):
-    """The lines of an answer that has begun."""
     with httpx.stream("POST", url_of(job) + "/v1/chat/completions", json=ASKED, timeout=PATIENCE) as stream:
         lines = (line for line in stream.iter_lines() if line)
         assert "choices" in next(lines) and "choices" in next(lines)

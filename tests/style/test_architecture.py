@@ -15,7 +15,6 @@ from commands import ROOT, tracked
 
 from config import START_FROM, Config
 from plan.make import make_plan
-from run.folder import RUN_FILES
 from scripts.dev import write_docs
 
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in [*ROOT.glob("*/__init__.py"), *ROOT.glob("scripts/*/__init__.py")])
@@ -218,11 +217,6 @@ def test_nothing_names_the_machine_that_it_was_made_on():
 def test_the_generated_documents_are_up_to_date():
     for path, text in write_docs.generated().items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python scripts/dev/write_docs.py"
-
-
-def test_the_files_of_a_run_are_described():
-    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
-    assert [name for name in RUN_FILES if f"| `{name}` |" not in page and not name.endswith(".bad")] == []
 
 
 def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):

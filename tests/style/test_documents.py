@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from config import Config
 from plan.command_line import describe_settings
-from plan.names import known_form
-from scripts.main import ELSEWHERE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "scripts/gpu/README.md"])
@@ -41,22 +38,6 @@ def test_every_setting_in_an_example_exists(page):
         assert {flag.upper().replace("-", "_") for flag in flags} - {"GPUS", "CHECK", "CONFIG"} <= known, flags
 
 
-def test_every_name_of_another_trainer_is_known_and_has_a_setting_or_a_command():
-    """In docs/coming-from.md, the first column has what is typed there, and the second what is typed here."""
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", (ROOT / "docs/coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 100
-    settings = {name.upper() for name in Config.model_fields} | {"WANDB_PROJECT"}
-    for reference, actual in rows:
-        names = [name for name in re.findall(r"`([a-z][\w.]*)`", reference) if not name.endswith((".py", ".sh"))]
-        assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", reference)), reference
-        quoted = re.findall(r"`(.*?)`", actual)
-        if called := re.match(r"`(?:trl|axolotl|litgpt|llamafactory-cli|python -m scripts)[ .](\w+\S*?)[ `]", reference):
-            command = ELSEWHERE.get(called[1].replace("-", "_"), called[1])
-            assert "./paddock" not in actual or command.split()[0] == quoted[0].split()[1], reference
-        assert quoted or actual == "nothing to set", reference
-        assert {each for each in quoted if not each.startswith(("./paddock ", "--"))} <= settings, actual
-
-
 # Words of a page without its commands and generated tables: those of one that a reader takes in at once.
 LIMITS = {"README.md": 700, "CHANGELOG.md": 300, "docs/dev/log.md": 1000, "docs/results.md": 1800, "docs/gpu.md": 600, "docs/gpus.md": 1500, "docs/reliability.md": 1500,
           "docs/architecture.md": 1800, "docs/serving.md": 1400, "docs/files.md": 1500, "docs/install.md": 400, "docs/coming-from.md": 1200, "docs/recipes.md": 1200,
@@ -78,26 +59,3 @@ def test_the_documents_stay_short():
     read |= {name: re.sub(r"^<!-- (.+) -->.*?^<!-- /\1 -->", "", text, flags=re.DOTALL | re.MULTILINE)
              for name, text in read.items() if name not in WITH_TABLES}
     assert {name: count for name, limit in LIMITS.items() if (count := words(read[name])) > limit} == {}
-
-
-def test_every_page_says_first_whom_it_serves():
-    for page in PAGES:
-        if page.name not in ("README.md", "CHANGELOG.md") and (page.parent.name != "api" or page.name == "index.md"):
-            first = page.read_text(encoding="utf-8").split("\n\n")[1]
-            assert re.match(r"Th(is|ese) (page|pages|tutorial|documents) (is|are) for ", first), page
-
-
-@names
-def test_lists_are_those_of_the_site_too(page):
-    """Python-Markdown continues a list with the items of another kind, and joins items that are indented by less than four columns."""
-    before = kind = ""
-    for line in re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE).splitlines():
-        marker = re.match(r"( *)(?:([-*])|\d+\.) ", line)
-        assert not marker or len(marker[1]) % 4 == 0, line
-        if marker and not marker[1]:
-            own = marker[2] or "number"
-            assert kind in ("", own), f"a paragraph must stand before {line}"
-            kind = own
-        elif line and not line.startswith(" ") and not before:
-            kind = ""
-        before = line

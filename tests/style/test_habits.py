@@ -54,17 +54,6 @@ def as_script(source: str) -> str:
     return "\n".join(SHELL_LINE.sub(lambda line: f"{line[1]}shell(f{line[2]!r})", line) for line in source.split("\n"))
 
 
-def test_the_notebook_is_ten_cells_whose_commands_exist():
-    assert len(cells()) == 10
-    commands = [line for source in cells() for line in re.findall(r"^ *!(.*)$", source, re.MULTILINE)]
-    for source in cells():
-        compile(as_script(source), "cell", "exec")
-    called = [shlex.split(command) for command in commands]
-    assert all(program == "python" and (ROOT / script).is_file() for program, script, *_ in called)
-    for offered, (_, script, *words) in zip(completed(ROOT, *(f"python {script} --" for _, script, *_ in called)), called, strict=True):
-        assert {word for word in words if word.startswith("--")} <= offered, script
-
-
 @pytest.mark.slow
 def test_the_notebook_goes_from_text_to_chat(tmp_path):
     """In a copy, with fewer steps: every cell runs, and what it says at the end is an answer."""

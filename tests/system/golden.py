@@ -122,17 +122,14 @@ class Side(NamedTuple):
                                 **options)
 
     def run(self, script: str, *arguments: Any, **options: Any) -> tuple[int, str]:
-        """Run a script; returns the exit code and the output."""
         process = self.start(script, *arguments, **options)
         output = process.communicate()[0]
         return process.returncode, self.without_paths(output)
 
     def train(self, case: str, **changes: Any) -> tuple[int, str]:
-        """Run train.py, or the launcher for a case with two ranks."""
         return self.run(*training_command(self.folder, case, **changes), slow_disk="async" in case)
 
     def without_paths(self, text: str) -> str:
-        """Replace the versions' folders."""
         return re.sub(self.folders, "<folder>", text.replace(str(self.tree), "<tree>"))
 
     def read(self, path: Path) -> Optional[str]:
@@ -239,7 +236,6 @@ def new_folder(side: Side, name: str) -> Side:
 
 
 def data_facts(side: Side) -> Facts:
-    """Train a tokenizer and prepare all kinds of data."""
     code, output = side.run("scripts/train_tokenizer.py", "--vocab-size=280", "--output=tokenizer.model", "text.jsonl")
     facts = {"tokenizer": sha256(side.folder / "tokenizer.model") if code == 0 else {"failed": output}}
     return facts | {kind: prepare(side, kind) for kind in KINDS}
@@ -391,7 +387,6 @@ class Comparison:
         return json.loads(path.read_text())
 
     def compare(self, case: str, old: Facts, new: Facts, begun: float) -> None:
-        """Record and print which facts differ."""
         new = json.loads(json.dumps(new))
         found = []
         failed = [fact for fact in ("failed", "exit code") if old.get(fact) != new.get(fact)]
@@ -436,7 +431,6 @@ class Comparison:
 
 
 def facts_or_failure(find: Callable[[], Facts]) -> Facts:
-    """Return the facts, or why they could not be found, which is a difference."""
     try:
         return find()
     except Exception as error:
@@ -454,7 +448,6 @@ def in_one_order(fact: str, value: Any) -> Any:
 
 
 def first_difference(old: Any, new: Any, where: str = "") -> str:
-    """Return where two values differ first, and both values there."""
     if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
         old, new = old.splitlines(), new.splitlines()
     if isinstance(old, list) and isinstance(new, list):
@@ -476,7 +469,6 @@ def first_difference(old: Any, new: Any, where: str = "") -> str:
 
 @contextmanager
 def opened_sides(args: argparse.Namespace) -> Iterator[tuple[Side, Side]]:
-    """Unpack the reference, and write the sources of both sides; what was written is kept after a failure."""
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", f"{args.rev}^{{commit}}"], text=True,
                             capture_output=True)
     if commit.returncode:

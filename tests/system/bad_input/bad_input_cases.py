@@ -151,8 +151,6 @@ def nothing() -> None:
 
 
 class Bomb:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
@@ -174,7 +172,6 @@ def npy(header: bytes) -> Spoil:
 
 
 def segments(*flags: int) -> Spoil:
-    """Replace the segments of the prepared chats."""
     def spoil() -> None:
         path = Path("chats/train-segments-00000.bin")
         path.write_bytes(header_bytes(len(flags), "uint32") + np.array(flags, "<u4").tobytes())
@@ -408,4 +405,25 @@ KINDS = commands(
     pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with .*scripts/load_dpo")) + commands(
     "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"))
 
-CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]
+# Each of these is the only mistake in a command that would otherwise work.
+FLAGS = [Case(f"flags-of-{Path(command.split()[0]).stem}-{number}", f"scripts/{command}", code, nothing, words)
+         for number, (command, code, words) in enumerate((
+    ("generate.py model --top-k -1", 2, "argument --top-k: "), ("generate.py model --stop ''", 2, "--stop must not be empty"),
+    ("generate.py model --output o", 2, "--output requires --prompts"),
+    ("generate.py model --batch-size 0", 2, "--batch-size must be at least 1"), ("generate.py model --chat", 2, "--chat requires a --prompt"),
+    ("generate.py model --system 'Be kind.'", 2, "--system requires --chat"),
+    ("chat.py nowhere", 5, "no checkpoint 'nowhere'"), ("chat.py model other", 2, "requires --serve"),
+    ("chat.py model --port 1", 2, "--port requires --serve"), ("chat.py model model --serve", 2, "must be different"),
+    ("chat.py model --serve --seed 1", 2, "--seed applies only in the terminal"),
+    ("chat.py model --serve --api-key", 2, "PADDOCK_API_KEY"), ("chat.py model --top-p 0", 2, "--top-p: expected a number above 0"),
+    ("report.py nosuch", 5, "nosuch does not exist; name the folder of a run"),
+    ("report.py --serve --output x", 2, "writes no file"),
+    ("inspect_data.py nothing-there", 3, "nothing-there: no such folder"), ("inspect_data.py", 2, "either a FOLDER or --list"),
+    ("inspect_data.py --list model", 3, "contains no prepared data"), ("inspect_data.py x --bacth 3", 2, "did you mean --batch"),
+    ("inspect_data.py model", 3, "holds neither manifest.json"),
+    ("sweep.py --vary learning_rate=x,0.1", 2, "LEARNING_RATE=x"), ("sweep.py --vary lerning_rate=1", 2, "--learning-rate"),
+    ("sweep.py --vary learning_rate", 2, "--vary LEARNING_RATE"), ("sweep.py", 2, "nothing varies"),
+    ("verify_resume.py --steps 3", 2, "of at least 4"), ("verify_resume.py --nproc-per-node 3", 2, "WORLD_SIZE = "),
+    ("verify_resume.py --max-step 3", 2, "did you mean --max-steps")))]
+
+CASES = [*FLAGS, *SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]

@@ -168,7 +168,6 @@ def saves_marked(folder: Path, rank: int = 0) -> list[float]:
 
 
 def flip_bit(path: Path, rng: Random) -> str:
-    """Change one bit of a file; returns a description."""
     content = bytearray(path.read_bytes())
     bit = rng.randrange(8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
@@ -177,13 +176,11 @@ def flip_bit(path: Path, rng: Random) -> str:
 
 
 def cut(path: Path, rng: Random) -> str:
-    """Cut a file short; returns a description."""
     length = rng.randrange(path.stat().st_size)
     os.truncate(path, length)
     return f"{path.name} cut to {length} bytes"
 
 
 def delete(path: Path, rng: Random) -> str:
-    """Delete a file; returns a description."""
     path.unlink()
     return f"{path.name} deleted"

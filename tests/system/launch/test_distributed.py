@@ -1,15 +1,12 @@
 """Several ranks train like one. The ranks are real processes with gloo."""
 
 import os
-from functools import partial
 
-import faults
 import pytest
 import torch
 from commands import WORLD, listening
 from factories import TinyRun, a_step, furthest, run_ranks, uneven_batches, without_clocks
 
-import train
 from common.errors import DataError
 from parallel.process import loopback_interface
 from parallel.ranks import start_ranks, stop_ranks
@@ -96,15 +93,6 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
         assert runs[world_size].lines("evaluations")[:2] == before_the_first_step
         assert sorted(path.name for path in (runs[world_size].folder / "log").iterdir()) == [
             f"rank-{rank}.txt" for rank in range(world_size)]
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])  # test_elastic.py has 2 to 4
-def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
-    """All rows differ, so equal losses mean equal rows: none is repeated or lost."""
-    run = tiny_run()
-    run.ends([train.EXIT_PREEMPTED] * before, partial(faults.stop_in_step, 3, before - 1))
-    assert f"warning: the number of ranks was {before}, is {after}" in run.ends([0] * after)
-    assert_alike(run, whole_on_two_ranks)
 
 
 @pytest.mark.parametrize(("code", "changes"), [

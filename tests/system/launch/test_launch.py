@@ -149,15 +149,6 @@ def test_several_machines_may_be_named_in_the_environment(monkeypatch, tmp_path,
     assert "--master-port/--master_port: invalid int value: 'here'" in capsys.readouterr().err
 
 
-def test_gpus_and_a_cpu_are_refused(monkeypatch, tiny_run):
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--gpus=0", *tiny_run().argv(DEVICE="cpu")])
-    monkeypatch.setattr(launcher.process, "exit_at_signals", lambda: None)
-    monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as it sets it, but not for good
-    with pytest.raises(SettingsError, match="--gpus conflicts with DEVICE=cpu"):
-        launcher.main()
-
-
 def test_a_port_in_use_is_an_error(tiny_run):
     """With a launcher and without."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

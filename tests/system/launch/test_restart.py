@@ -123,7 +123,6 @@ def die_once() -> None:
 
 
 def fail() -> None:
-    """In a rank: an exception in each start."""
     do_in_step(2, lambda: 1 / 0, optim)
 
 
