@@ -26,7 +26,7 @@ from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
-from data_pipeline.shards import prepared_folder, read_data_manifest
+from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
 from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
@@ -315,11 +315,13 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     merged |= {"device": ("auto", ""), "activation_checkpointing": ("none", ""), "sharding": ("none", ""),
                "cpu_offload": (False, ""), "world_size": (os.environ.get("WORLD_SIZE", "1"), "environment")}
     if not saved:
+        data = data or flags.values.get("validation_data_path", (None, ""))[0]
         usual = Config.model_fields["max_seq_len"].default
         merged |= {"tokenizer_path": (str(folder), ""), "compile": (False, "")}
         merged["max_seq_len"] = (min(context_of(folder) or usual, usual if data else math.inf), str(folder))
     if data is not None:
-        first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
+        mixed = is_mixture(data)
+        first_set = read_mixture(Path(data)).sources[0].set if mixed else data
         prepared = prepared_folder(Path(first_set))
         stage = STAGE_OF_KIND[read_data_manifest(prepared).kind] if prepared else "pretrain"
         saved_stage = saved.get("TRAINING_STAGE")
@@ -327,7 +329,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
                                 "settings of a DPO run; use a DPO checkpoint, or text or chats")
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
-                   "validate_every": (1, ""), "validation_data_path": (None, "")}
+                   "validate_every": (1, ""), "validation_data_path": (None if mixed else data, "--data")}
         if stage != saved_stage:  # cross-entropy on text or chats
             merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, ""),
                        "metric": ("", "")}
@@ -372,6 +374,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):
         context.log.info(note)
     rows = inputs.validation_rows
+    if (data := config.validation_data_path) and split_to_validate(Path(data)) == "train":
+        context.log.info(f"{data} holds nothing out, so all of it is evaluated")
     if rows is not None and tokenizer.byte_lengths is None:
         context.log.info("Bits per byte are not available, because the tokenizer is not byte-level")
     if any(getattr(source, "truncated", 0) for source in (rows.sources if rows else ())):

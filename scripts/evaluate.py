@@ -45,7 +45,8 @@ def parse_args():
                              "are compared on the same items, with the settings of the second")
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
     parser.add_argument("--data", metavar="FOLDER",
-                        help="prepared data; its validation split is used (default: the run's)")
+                        help="prepared data; its validation split is used, or all of it if it holds nothing "
+                             "out (default: the run's)")
     parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag items (default: the run's)")
     parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, or core")
     parser.add_argument("--include-path", metavar="FOLDER",

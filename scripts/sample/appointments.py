@@ -38,9 +38,8 @@ def spoken_day(day: date, draw: random.Random) -> str:
 
 def spoken_time(hour: int, minute: int, draw: random.Random) -> str:
     of_day = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    name, following = HOURS[hour % 12], HOURS[(hour + 1) % 12]
-    spoken = {0: name + " o'clock", 15: f"a quarter past {name}", 30: f"half past {name}",
-              45: f"a quarter to {following}"}[minute]
+    name = HOURS[hour % 12]
+    spoken = {0: f"{name} o'clock", 15: f"a quarter past {name}", 30: f"half past {name}"}[minute]
     short = f"{(hour - 1) % 12 + 1}" + f":{minute:02}" * (minute > 0)
     half = "am" if hour < 12 else "pm"
     return draw.choice((f"{hour:02}:{minute:02}", f"{short} {half}", f"{spoken} {of_day}"))
@@ -49,7 +48,7 @@ def spoken_time(hour: int, minute: int, draw: random.Random) -> str:
 def record(draw: random.Random) -> tuple[str, str]:
     """Draw an appointment; return its sentence and its JSON."""
     day = date(2026, 1, 1) + timedelta(draw.randrange(730))
-    hour, minute = draw.randrange(8, 20), draw.choice((0, 15, 30, 45))
+    hour, minute = draw.randrange(8, 20), draw.choice((0, 15, 30))
     minutes = draw.choice(list(MINUTES))
     title = draw.choice(TITLES).format(draw.choice(PEOPLE))
     sentence = draw.choice(SENTENCES).format(title=title, day=spoken_day(day, draw), length=draw.choice(
@@ -61,7 +60,7 @@ def record(draw: random.Random) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("output", type=Path, help="folder for the files")
-    parser.add_argument("--train", type=int, default=600, help="number of training records")
+    parser.add_argument("--train", type=int, default=1000, help="number of training records")
     parser.add_argument("--test", type=int, default=200, help="number of test records")
     args = parser.parse_args()
     draw, records = random.Random(0), {}

@@ -128,7 +128,7 @@ def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_i
     checkpoint = checkpoint_without_weights(tmp_path / "run", 1, **{name.upper(): value for name, value in config.model_dump(include={
         "training_stage", "sft_data_path", "validation_data_path", "tokenizer_path", "pretrain_checkpoint"}).items()})
     recorded, replaced = (settings_for(checkpoint, read_flags([]), data) for data in (None, str(stages.chats)))
-    assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), None, str(stages.chats))
+    assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), *2 * (str(stages.chats),))
 
 
 def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(stages, tmp_path):
