@@ -140,10 +140,12 @@ def check_targets(content: Mapping[str, Any], names: Collection[str], model_conf
                for name in names if ".lora_" in name}
     if outside := adapted & {"model.embed_tokens", "lm_head"}:
         refuse("target_modules", f"and {min(outside)} cannot have adapters here")
+    all_layers, chosen = range(model_config.n_layers), content.get("layers_to_transform")
+    chosen = all_layers if chosen in (None, []) else chosen if isinstance(chosen, list) else [chosen]
     for module in LINEAR_LAYERS.values():
-        layers = [f"model.layers.{layer}.{module}" for layer in range(model_config.n_layers)]
-        missing = [layer for layer in layers if layer not in adapted]
-        if 0 < len(missing) < len(layers):
+        layers = {f"model.layers.{layer}.{module}": layer for layer in all_layers}
+        missing = [name for name, layer in layers.items() if name not in adapted or layer not in chosen]
+        if missing and not adapted.isdisjoint(layers):
             field = next((field for field in ("layers_to_transform", "exclude_modules")
                           if content.get(field) not in (None, [], "")), "target_modules")
             refuse(field, f"which omits {missing[0]}: only adapters on the same linear layers of every "
@@ -197,7 +199,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     content = read_model_json(folder / CONFIG_FILE)
     unlike = [f"{key}={value!r:.80}" for key, value in content.items()
               if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
-    unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
+    unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if content.get(key) is None]
     if unlike:
         way = "use PEFT, or train with LoRA" if NOT_MERGED.search(str(content.get("peft_type"))) else MERGE
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {way}")

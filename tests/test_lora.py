@@ -464,6 +464,7 @@ MERGE = "only plain LoRA.*merge_and_unload"
     (dict(peft_type="IA3"), "IA3.*merge_and_unload"), (dict(init_lora_weights="pissa"), "pissa"),
     (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=8), "only plain LoRA is supported: use PEFT, or train with LoRA"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
+    (dict(lora_alpha=None), "has no lora_alpha"), (dict(layers_to_transform=0), "layers_to_transform=0, which omits model.layers.1"),
     (dict(bias="all"), f"bias='all'.*{MERGE}"), (dict(target_parameters=["x"]), "target_parameters"),
     (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
     (dict(use_dora=True), f"use_dora=True.*{MERGE}"), (dict(rank_pattern={"q_proj": 8}), f"rank_pattern=.*{MERGE}"),
