@@ -77,7 +77,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      nothing, f"{PREPARING} t.txt --validation-fraction 0.5 --documents line"),
     ("bad-record", put("in.jsonl", '{"text": "good"}\n{\n'), f"{PREPARING} in.jsonl", "(--on-bad-record skip)$", nothing,
      PREPARING + " in.jsonl {0}"),
-    ("latin-1", put("t.txt", "caf\u00e9\n".encode("latin-1")), f"{PREPARING} t.txt --on-bad-record skip", "convert it",
+    ("latin-1", put("t.txt", "caf\u00e9\n".encode("latin-1")), f"{PREPARING} t.txt --on-bad-record skip", "save it as UTF-8",
      put("t.txt", "caf\u00e9\n"), f"{PREPARING} t.txt"),
     ("column", put("in.jsonl", '{"body": "x"}\n'), f"{PREPARING} in.jsonl", r"it has '(\w+)' \(--column\)", nothing,
      PREPARING + " in.jsonl --column {0}"),
