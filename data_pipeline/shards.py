@@ -523,7 +523,8 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
         return DataError(f"{path}: no such file or folder; check {setting}, or prepare data with "
                          f"{command(script)}")
     if path.is_file() and path.suffix in ("", ".bin", ".npy"):
-        suffix = ".parquet" if path.read_bytes()[:4] == PARQUET else ".txt or .jsonl"
+        with open(path, "rb") as file:
+            suffix = ".parquet" if file.read(len(PARQUET)) == PARQUET else ".txt or .jsonl"
         return DataError(f"{path}: {problem}; call it {suffix}, and prepare that with {command(script)}")
     return DataError(f"{path}: {problem}; prepare it with {command(script, '--source', str(path))}")
 

@@ -67,7 +67,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      nothing,
      "{0} --documents line " + PREPARE, f"{CHECK} --pretrain-data-path out --validate-every 0"),
     ("raw", lambda: (np.arange(999, dtype="<u2") % 256).tofile("t.bin") or env(PRETRAIN_DATA_PATH="t.bin")(), CHECK,
-     "must be called (train.bin) or", lambda: Path("t.bin").rename("train.bin"),
+     "call it (train.bin) or", lambda: Path("t.bin").rename("train.bin"),
      CHECK + " --pretrain-data-path {0} --validate-every 0"),
     ("several-sets", env(PRETRAIN_DATA_PATH="."), CHECK, "name one: .*(set)$", nothing,
      CHECK + " --pretrain-data-path {0}"),
