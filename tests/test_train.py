@@ -291,7 +291,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
     def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         loss = losses[len(seen) - 1]
-        return loss, {}, {"count": np.ones(4), "loss": loss + np.array([-1.0, -0.01, 0.01, 1.0])}
+        return loss, {}, {"count": np.ones(12), "loss": loss + np.tile([-1.0, -0.01, 0.01, 1.0], 3)}
 
     monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     return seen
@@ -333,7 +333,7 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     monkeypatch.setenv("NO_COLOR", "1")
     assert run.train(MAX_STEPS=6) == 0
     printed = capsys.readouterr()
-    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 4 rows\)", " ".join(printed.err.split()))
+    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 12 rows\)", " ".join(printed.err.split()))
     assert warnings == [("3.000", "2", "+0.50")], "of the rise from step 3 on, once; 2.92 is no clear rise"
     assert "resume" in printed.out and f"{run.folder}:best" not in printed.out.split("Finished")[-1]
     with_validation_losses(monkeypatch, {0: 3.3})
