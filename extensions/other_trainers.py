@@ -316,7 +316,9 @@ def product(factors: Iterable[str], config: Config) -> str:
 
 def owners_of(layer) -> tuple[set[str], list[str]]:
     """Return the names in a layer that trainers have, if one is not ours, and the trainers that have all."""
-    theirs, ours = layer.named.keys() & NAMES, layer.values.keys() - layer.notes.keys() - layer.implied
+    theirs = layer.named.keys() & NAMES
+    ours = {name for name, (value, _) in layer.values.items() if not isinstance(value, tuple)}  # else, theirs
+    ours -= layer.notes.keys() | layer.implied
     names = theirs | ours if theirs else set()
     return names, [name for name, trainer in TRAINERS.items() if names <= {*trainer["names"].split()}]
 
