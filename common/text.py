@@ -43,7 +43,8 @@ WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
 ESCAPES = re.compile(r"\x1b\[\d*m")
-COMMAND = re.compile(r"\S*(?:paddock|python[\d.]*|bash|torchrun) [^ ].*$")
+PROGRAM = r"(?:paddock|python[\d.]*|bash|torchrun)"
+COMMAND = re.compile(rf"(?:'[^']*{PROGRAM}'|\S*{PROGRAM}) [^ ].*$")  # quoted if its path has a space
 # How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 

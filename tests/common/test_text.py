@@ -33,6 +33,7 @@ def test_text_of_a_model_is_escaped_on_a_terminal_only(is_terminal, printed, cap
     ("  warn  data: one two three four", ["  warn  data: one two", "        three four"]),
     ("[CPU0] To go on:  ./paddock train --run-name a", ["[CPU0] To go on:", "       ./paddock train --run-name a"]),
     ("report   ./paddock report runs/a-long-name", ["report   ./paddock report runs/a-long-name"]),
+    ("use it   '/a b/bin/python' '/a b/generate.py' run", ["use it   '/a b/bin/python' '/a b/generate.py' run"]),
     ("error: none; run .venv/bin/python x.py", ["error: none; run", ".venv/bin/python x.py"]),
     ("a-very-long-word-without-a-blank-in-it", ["a-very-long-word-without-a-blank-in-it"])])
 def test_words_and_commands_stay_whole_on_a_narrow_terminal(line, lines):

@@ -142,7 +142,7 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
 
 
 def test_the_shares_of_the_table_are_those_of_the_run(monkeypatch):
-    monkeypatch.setattr(mixture, "read_manifest", lambda folder: SimpleNamespace(splits={"train": SimpleNamespace(documents=3, tokens=9000)}))
+    monkeypatch.setattr(mixture, "read_data_manifest", lambda folder: SimpleNamespace(splits={"train": SimpleNamespace(documents=3, tokens=9000)}))
     mixed = Mixture.model_validate({"sources": [{"label": label, "set": label} for label in "ab"], "phases": [
         {"until": 0.25, "weights": {"a": 3, "b": 1}}, {"weights": {"a": 2, "b": 2}}]})
     table = mixture.source_table(mixed)

@@ -370,7 +370,7 @@ def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd
     for number, part in enumerate(np.split(ids, [share // 2])):
         write_llmc(tmp_path / f"x_train_{number}.bin", part)
     open_train(tmp_path, document_start_id=705)
-    assert (f"{share}% of the tokens are {padding}; if these are padding, leave them out" in capfd.readouterr().err) == (share > 50)
+    assert (f"{share} % of the tokens are {padding}; if these are padding, leave them out" in capfd.readouterr().err) == (share > 50)
 
 
 def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):

@@ -12,7 +12,7 @@ from scripts.dev import soak
 
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
                        r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found, (\d+)/(\d+) elastic "
-                       r"kills identical; pretrain, seed (\d+); \d+:\d\d")
+                       r"kills identical; pretrain, seed (\d+); [\w ]+")
 
 
 def last_line(capsys) -> list[int]:
