@@ -45,7 +45,6 @@ LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; 
 ESCAPES = re.compile(r"\x1b\[\d*m")
 PROGRAM = r"(?:paddock|python[\d.]*|bash|torchrun)"
 COMMAND = re.compile(rf"(?:'[^']*{PROGRAM}'|\S*{PROGRAM}) [^ ].*$")  # quoted if its path has a space
-# How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 
 
