@@ -43,8 +43,8 @@ WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
 ESCAPES = re.compile(r"\x1b\[\d*m")
-PROGRAM = r"(?:paddock|python[\d.]*|bash|torchrun)"
-COMMAND = re.compile(rf"(?:'[^']*{PROGRAM}'|\S*{PROGRAM}) [^ ].*$")  # quoted if its path has a space
+STARTERS = r"(?:paddock|python[\d.]*|bash|torchrun)"
+COMMAND = re.compile(rf"(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # quoted if its path has a space
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 
 
