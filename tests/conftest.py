@@ -94,6 +94,13 @@ def no_broken_trackers():
         sys.modules["parallel.process"].STUCK.clear()
 
 
+@pytest.fixture(autouse=True)
+def no_typed_command():
+    """Forget the command that a test called in this process: later programs would print it as theirs."""
+    yield
+    os.environ.pop("PADDOCK_COMMAND", None)
+
+
 @pytest.fixture
 def no_hang():
     """Fail a test that blocks for minutes, for example in opening a pipe."""
