@@ -40,7 +40,15 @@ from extensions.arms import (  # noqa: E402
     slug_of,
 )
 from extensions.cost import forward_flops  # noqa: E402
-from extensions.decide import ERROR, Look, differences_of, evidence, fewest_pairs, look, sentence  # noqa: E402
+from extensions.decide import (  # noqa: E402
+    ERROR,
+    Look,
+    differences_of,
+    evidence,
+    fewest_pairs,
+    look,
+    sentence,
+)
 from extensions.report.compare import are_unlike, titles  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.numbers import is_share  # noqa: E402
