@@ -42,6 +42,9 @@ STATUS_SECONDS = 0.5  # between updates of the status line
 WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
+# The names of control tokens in a rendered chat.
+CONTROL_TOKENS = re.compile(
+    r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 ESCAPES = re.compile(r"\x1b\[\d*m")
 STARTERS = r"(?:paddock|python[\d.]*|bash|torchrun)"
 COMMAND = re.compile(rf"(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # quoted if its path has a space
@@ -256,6 +259,11 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that passes its first text on to `warn`, and drops the others."""
     waiting = [warn]
     return lambda text: waiting.pop()(text) if waiting else None
+
+
+def without_control_tokens(prompt: str) -> str:
+    """Return a rendered chat without the names of control tokens, for people."""
+    return CONTROL_TOKENS.sub("\n", prompt).strip("\n")
 
 
 def last_line(text: str) -> str:

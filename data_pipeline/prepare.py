@@ -546,7 +546,7 @@ def describe_split(manifest: dict) -> Iterator[str]:
                "may train on what other sets hold out; delete its folder to prepare it again")
     elif requested not in (None, HELD_OUT):
         trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
-        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without it hold out "
+        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without this setting hold out "
                f"{percent(HELD_OUT, 0)}, so {trains}")
     elif "cut_from_each" in manifest:
         yield (f"Split: none or all of these few documents are in the {percent(HELD_OUT, 0)} that other sets "

@@ -16,7 +16,7 @@ from typing import Any, Optional, TextIO
 from checkpoint.schema import GENERATION, MOST_SECONDS, REWARD, SCHEMAS, VALIDATION, Line, number, read_lines
 from common.activity import tick
 from common.files import disk_errors, plain
-from common.text import WIDTH, counted, duration, once, print_safely, printable
+from common.text import WIDTH, counted, duration, once, print_safely, printable, without_control_tokens
 from config import Config
 from parallel.process import number_of
 
@@ -224,8 +224,9 @@ class RunLog:
         """Log generated text to samples.jsonl and the console."""
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
-        between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
-        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)"
+        shown = without_control_tokens(prompt)
+        between = " -> " if shown and self.config.training_stage != "pretrain" else ""
+        line = f"Sample: {shown}{between}{text}" if text else f"Sample: {shown} (ends at once)"
         self.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
     def close(self, finished: bool = True) -> None:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
-from common.text import aligned, print_safely, show, status_line  # noqa: E402
+from common.text import aligned, print_safely, show, status_line, without_control_tokens  # noqa: E402
 from extensions.report.numbers import number_text  # noqa: E402
 from plan.layers import read_flags  # noqa: E402
 
@@ -195,7 +195,7 @@ def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     if any(test and test.n < FEWEST for test in tests):
         lines.append(f"Fewer than {FEWEST} items are too few for an error or a verdict.")
     for (prompt, first), (_, last) in zip(before.answers, after.answers):
-        lines += ["", f"prompt:  {prompt}", f"before:  {first}", f"after:   {last}"]
+        lines += ["", f"prompt:  {without_control_tokens(prompt)}", f"before:  {first}", f"after:   {last}"]
     return lines
 
 

@@ -113,8 +113,10 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
+    is_slow = dtype == torch.bfloat16 and device.type == "cpu" and not model_utils.bf16_is_fast("cpu")
     why_eager = model_utils.why_not_compile(config, device.type)
-    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with "
+    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')}"
+            f"{', slower than fp32 on this CPU (PRECISION=auto takes fp32),' * is_slow} with "
             f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
             f"attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"

@@ -21,7 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted, duration, setting_text
+from common.text import PROGRAM, counted, duration, setting_text, without_control_tokens
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
@@ -184,7 +184,6 @@ SAMPLE_CHARACTERS = 2000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"counted"}
-CONTROL = re.compile(r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 RECENT_LINES = 50  # for the estimate of the remaining time
 
 
@@ -213,9 +212,9 @@ def holder_runs(lock: Path) -> Optional[bool]:
     return False
 
 
-def as_words(prompt: str) -> str:
-    """Return a recorded prompt without the names of control tokens, as long as a page shows it."""
-    return CONTROL.sub("\n", prompt).strip("\n")[:SAMPLE_CHARACTERS]
+def shown_prompt(line: Any) -> str:
+    """Return a line's recorded prompt as a page shows it."""
+    return without_control_tokens(line.prompt)[:SAMPLE_CHARACTERS]
 
 
 class RunReader:
@@ -350,7 +349,7 @@ class RunReader:
             self.bad_steps.append(line)
 
     def _add_samples(self, line: schema.SampleLine) -> None:
-        self.samples.append({"step": line.step, "prompt": as_words(line.prompt),
+        self.samples.append({"step": line.step, "prompt": shown_prompt(line),
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
     def _add_rollouts(self, line: schema.RolloutLine) -> None:
@@ -359,7 +358,7 @@ class RunReader:
             return
         if self.rollout.get("step") != line.step:
             self.rollout = {"step": line.step, "prompt": "Rewards of answers to the first prompt of a step",
-                            "text": as_words(line.prompt)}
+                            "text": shown_prompt(line)}
             self.samples.append(self.rollout)
         reward = "failed" if line.reward is None else f"{line.reward:g}"
         self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
@@ -374,7 +373,7 @@ class RunReader:
         for text in line.texts:  # answers to held-out prompts
             reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
             reference = f"\nReference: {text.reference}" * bool(text.reference)
-            self.samples.append({"step": line.step, "prompt": as_words(text.prompt),
+            self.samples.append({"step": line.step, "prompt": shown_prompt(text),
                                  "text": f"{text.answer}{reward}{reference}"[:SAMPLE_CHARACTERS]})
         for trend in self.trends.values() if scores else ():
             trend.add(scores)

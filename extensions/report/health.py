@@ -103,13 +103,15 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
 
 
 def accuracies(curves: dict[str, Curve], newest: Mapping[str, float], hellaswag: str) -> Iterator[str]:
-    """Yield the newest accuracy of each set of items."""
+    """Yield the first and the newest accuracy of each set of items."""
     for name, label in task_names(curves, hellaswag).items():
         stem = name.removesuffix("_acc")
         if stem != name and name in newest:
             stderr, chance = newest.get(f"{stem}_stderr"), newest.get(f"{stem}_chance")
             chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
-            yield f"accuracy on {label} {number_text(newest[name], stderr, True)}{chance_text}"
+            known = curves[name].known()[1]
+            began = f"{number_text(known[0].item(), None, True)} → " if len(known) > 1 else ""
+            yield f"accuracy on {label} {began}{number_text(newest[name], stderr, True)}{chance_text}"
 
 
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],

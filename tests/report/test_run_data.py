@@ -9,7 +9,7 @@ from factories import TinyRun, stop_at
 
 from common.errors import CheckpointError
 from common.files import FileLock
-from extensions.report.data import as_words
+from common.text import without_control_tokens
 from extensions.report.goodput import KILLED
 from extensions.report.page import Report, as_text, render
 
@@ -180,7 +180,7 @@ def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "user\nHi\nmodel"), (" if a < b and c > d | e", " if a < b and c > d | e")])
 def test_prompts_read_as_words(recorded, shown):
     """Those of Llama 3, ChatML, Mistral, DeepSeek and Gemma; what is no control token stays."""
-    assert as_words(recorded) == shown
+    assert without_control_tokens(recorded) == shown
 
 
 def write_long(folder, steps: int, every: int) -> None:

@@ -130,6 +130,15 @@ def test_code_runs_on_later_minor_versions_and_ptx_on_all_later_ones(built, capa
     assert (why_no_kernels(capability, built.split()) is None) == runs
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_bf16_on_a_cpu_that_is_slower_with_it_names_the_way_out(is_fast, monkeypatch):
+    monkeypatch.setattr(model_utils, "CPU_MULTIPLIES_BF16", is_fast)
+    config = Config(precision="bf16")
+    text = describe_hardware(config, torch.device("cpu"), torch.bfloat16)
+    assert ("bfloat16, slower than fp32 on this CPU (PRECISION=auto takes fp32), with" in text) is not is_fast
+    assert "slower" not in describe_hardware(config, torch.device("cpu"), torch.float32)
+
+
 def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     unable = {"world_size": 2, "sharding": "full", "precision": "fp16", "reproducible": True, "deterministic": True,

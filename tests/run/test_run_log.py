@@ -48,6 +48,16 @@ def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
     assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2 %", "")
 
 
+def test_a_sample_shows_a_rendered_chat_as_words_and_keeps_it_as_it_is(capsys, tmp_path):
+    prompt = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    log = make_log(tmp_path, 0)
+    log.sample(3, prompt, "Hello")
+    log.close()
+    shown = capsys.readouterr().out
+    assert "<|" not in shown and "user" in shown and "Hi" in shown and shown.rstrip().endswith("Hello")
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["prompt"] == prompt
+
+
 def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, tmp_path):
     prompt = "\x1b]0;owned\x07a"
     text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
