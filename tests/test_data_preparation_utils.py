@@ -1,7 +1,5 @@
 """Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
 
-import contextlib
-import errno
 import gzip
 import hashlib
 import io
@@ -184,48 +182,6 @@ def test_no_set_trains_on_what_another_one_holds_out(tmp_path, tokenizer_path):
     assert f"Split: {manifest['reserved']} documents left out" in "\n".join(describe(other))
 
 
-def test_a_small_set_without_a_text_in_the_common_share_says_what_it_holds_out(tmp_path, tokenizer_path):
-    texts = [text for text in map(str, range(40)) if split_of(text, 0.05) == "train"]
-    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out", validation_fraction=None)
-    assert json.loads((folder / MANIFEST).read_text())["splits"]["validation"]["documents"] == 2
-    assert "so others are held out here; they train on what this one holds out" in "\n".join(describe(folder))
-
-
-def test_a_set_of_an_earlier_version_keeps_its_split_and_a_journal_of_one_is_not_continued(tmp_path, tokenizer_path, monkeypatch, capfd):
-    source, options = write_texts(tmp_path / "x.jsonl", stories(300)), {"journal_seconds": 0.0}
-    new = prepare(source, tokenizer_path, tmp_path / "new", **options)
-
-    def earlier(spec, documents, fail=False):
-        if fail and len(tokenized) > 2:
-            raise DataError("planted")
-        tokenized.append(documents)
-        return DOCUMENTS.tokenize(spec, [document._replace(split=split_of(document.text, 0.1)) for document in documents])
-
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
-    for name, fail in (("old", False), ("stopped", True), ("ahead", True)):
-        tokenized = []
-        with monkeypatch.context() as patch:
-            patch.setattr(preparation, "RULES", 1)
-            tokenize_by(patch, partial(earlier, fail=fail))
-            with pytest.raises(DataError, match="planted") if fail else contextlib.nullcontext():
-                old = prepare(source, tokenizer_path, tmp_path / name, ahead=name == "ahead", **options)
-    manifest = read_manifest(old)
-    del manifest["rules"]
-    (old / MANIFEST).write_text(json.dumps(manifest))
-    before = shards_of(old)
-    assert prepare(source, tokenizer_path, tmp_path / "old", **options) == old and shards_of(old) == before != shards_of(new)
-    assert "Split: the one of the earlier version that prepared this set" in "\n".join(describe(old))
-    begun = {path: path.read_bytes() for path in (tmp_path / "ahead").rglob("*.bin")}
-    for ahead in (True, False):  # a run may have read its shards, so they stay
-        with pytest.raises(DataError, match=f"ahead/{old.name}: an earlier version, .*, began this preparation; finish it with that version"):
-            prepare(source, tokenizer_path, tmp_path / "ahead", ahead=ahead, **options)
-    assert begun and begun == {path: path.read_bytes() for path in (tmp_path / "ahead").rglob("*.bin")}
-    assert "began it" not in capfd.readouterr().out
-    resumed = prepare(source, tokenizer_path, tmp_path / "stopped", **options)
-    assert "Starting from the beginning: an earlier version, which held out other items, began it\n" in capfd.readouterr().out
-    assert shards_of(resumed) == shards_of(new) and resumed.name == new.name == old.name
-
-
 def unigram(folder, **fields):
     folder.mkdir()
     document = {"version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Lowercase"}, "post_processor": None,
@@ -259,18 +215,6 @@ def test_dropout_of_a_tokenizer_is_off(tmp_path, tokenizer_path, capfd):
         assert ("dropout of 0.5 is off" in capfd.readouterr().err) == bool(dropout)
     assert sets[0] == sets[1]
     assert json.loads(load_tokenizer(str(tmp_path)).tokenizer_json)["model"]["dropout"] is None
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.txt.gz"])
-def test_lines_may_end_in_cr_alone(tmp_path, tokenizer_path, name):
-    texts = stories(30)
-    lines = texts if name.startswith("x.txt") else [json.dumps({"text": text}) for text in texts]
-    sets = []
-    for end in "\n\r":
-        content = "".join(line + end for line in lines).encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-        sets.append(shards_of(prepare(Source(path=str(tmp_path / name), documents="line" * name.startswith("x.txt")), tokenizer_path, tmp_path / f"out{ord(end)}")))
-    assert sets[0] == sets[1]
 
 
 def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
@@ -401,14 +345,6 @@ def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenize
     assert 0 < len(read) < 250
 
 
-def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
-    write_texts(tmp_path / "x.jsonl", ["a"])
-    for output in (tmp_path, tmp_path / "deep" / "out"):
-        with pytest.raises(SettingsError, match="is inside the source"):
-            prepare(str(tmp_path), tokenizer_path, output)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
-
-
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
     source = write_texts(tmp_path / "x.jsonl", stories(20))
 
@@ -465,32 +401,6 @@ def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
     assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
-
-
-def test_a_file_system_without_locks_is_reported_and_the_data_is_prepared(tmp_path, tokenizer_path, monkeypatch, capsys):
-    def without_locks(file, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    source = write_texts(tmp_path / "x.jsonl", stories(30))
-    locked = prepare(source, tokenizer_path, tmp_path / "locked")
-    assert "cannot be locked" not in capsys.readouterr().out
-    monkeypatch.setattr("common.files.fcntl.flock", without_locks)
-    folder = prepare(source, tokenizer_path, tmp_path / "out")
-    assert shards_of(folder) == shards_of(locked)
-    assert "cannot be locked on this file system (No locks available); make sure that no other job" in capsys.readouterr().out
-
-
-def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, tokenizer_path):
-    folder = tmp_path / "my [corpus]"
-    folder.mkdir()
-    for split in ("train", "test"):
-        write_texts(folder / f"{split}.jsonl", stories(30, seed=len(split)))
-    flags = ["--source", str(folder), "--output", str(tmp_path / "out"), "--tokenizer-path", tokenizer_path,
-             "--preparation-workers", "1"]
-    first = prepare_from_flags("documents", flags)
-    before = first.resolve()
-    other = prepare_from_flags("documents", [*flags, "--split", "test"])
-    assert first == tmp_path / "out" / "my-corpus" and first.resolve() == before != other.resolve()
 
 
 @pytest.mark.parametrize("kind, name", [("documents", "text"), ("chats", "chats"), ("pairs", "pairs"), ("pairs", "unpaired"), ("prompts", "prompts")])

@@ -9,14 +9,7 @@ from factories import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.shards import (
-    HEADER_BYTES,
-    Shard,
-    TokenizerInfo,
-    TokenSet,
-    header_bytes,
-    open_token_set,
-)
+from data_pipeline.shards import HEADER_BYTES, Shard, TokenizerInfo, TokenSet, header_bytes, open_token_set
 from dataloaders import Batch, Mixing, RowOrder, TokenRows, load_steps, permute, validation_batches
 from extensions.preparation import rows_in
 from model_kernels.head import IGNORE_INDEX

@@ -107,13 +107,6 @@ def test_files_are_read_plain_and_compressed(tmp_path):
     assert item.context == "Sailing: Step one.. Go. The man" and item.label == 0
 
 
-def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_path):
-    records = [{"ctx": "Which is warm?", "endings": [f"thing {number}" for number in range(count)], "label": count - 1}
-               for count in (2, 16)]
-    found = read_items(write_jsonl(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
-    assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
-
-
 WRITTEN = [{"ctx": "  Two  spaces [title] and x[0]\n", "endings": [" x[1]", "[1, 2] ", "A  [note] b"], "label": 1},
            {"ctx_a": "First: [a]", "ctx_b": "the Man", "endings": ["[]", "b"], "label": "0", "ind": 3},
            {"ctx": "The second", "ctx_a": "x", "activity_label": "Sailing", "endings": ["a", "b"], "label": 0}]
@@ -166,28 +159,6 @@ def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
     assert f"{path}:2: " in str(error.value) and word in str(error.value)
 
 
-def test_a_file_that_unpacks_to_far_more_than_hellaswag_is_refused_by_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 16)
-    path = tmp_path / "bomb.jsonl.gz"
-    path.write_bytes(gzip.compress(b"\n" + b" " * (2 << 20)))
-    with pytest.raises(DataError, match="bomb.jsonl.gz:2: the line has more than"):
-        read_items(path)
-
-
-def test_files_without_items_are_refused(tmp_path):
-    for name, content in (("empty.jsonl", b""), ("blank.jsonl", b"\n \n"), ("none.jsonl.gz", gzip.compress(b""))):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name} contains no items"):
-            read_items(tmp_path / name)
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 100)[:-20])
-    (tmp_path / "plain.jsonl.gz").write_bytes(json.dumps(GOOD).encode())
-    for name in ("cut.jsonl.gz", "plain.jsonl.gz"):
-        with pytest.raises(DataError, match=f"{name}: .*; check that it exists, is complete and can be read"):
-            read_items(tmp_path / name)
-    with pytest.raises(DataError, match="HELLASWAG_PATH=.*missing.jsonl cannot be read"):
-        read_items(tmp_path / "missing.jsonl")
-
-
 def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_path, tokenizer):
     """As pandas and pyarrow write them: HellaSwag's Parquet of the hub has labels as text, other sets letters or numbers from 1."""
     records = [{"ctx": f"Q{number}?", "endings": ["a", "b", "c", "d"], "label": label} for number, label in enumerate((3, 1, 2, 1))]
@@ -236,13 +207,6 @@ def test_questions_with_choices_are_read_as_the_hub_has_them(tmp_path, tokenizer
     for answer in (2, "C"):
         (item,) = read_items(write_jsonl(tmp_path / "x.jsonl", [{"question": "x", "choices": ["0", "2", "1"], "answer": answer}]), "EVAL_TASKS=a:")
         assert item.endings[item.label] == "1"
-
-
-def test_contexts_that_do_not_fit_are_counted(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"ctx": "word " * length, "endings": ["a", "b"], "label": 0} for length in (2, 40, 50)])
-    config = Config(eval_tasks=f"a:{path}", hellaswag_examples=0, max_seq_len=64)
-    assert read_choice_set(config.choice_sets[0], tokenizer, config).notes == [
-        f"EVAL_TASKS=a:{path} has 2 of 3 contexts that lose their beginning, since they do not fit into 64 tokens"]
 
 
 def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len: int) -> float:

@@ -18,7 +18,7 @@ from torch import nn
 import lora
 from checkpoint import huggingface, model_json
 from checkpoint import peft as peft_format
-from checkpoint.tensors import lazy, read_all, write_tensors
+from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import Config, LoraConfig, ModelConfig
 from extensions.inference.weights import merge, merged_state_dict
@@ -219,19 +219,6 @@ def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expec
         assert untrained_in_data(CONTROL, weight_VD) == expected, "nothing reserved, but nearly zero"
 
 
-@pytest.mark.parametrize("reserved", [RESERVED, {}])
-def test_how_far_a_row_may_be_from_those_of_reserved_tokens(reserved):
-    """Twice as far from their mean as the farthest; without reserved tokens, a hundredth of an ordinary row from zero."""
-    weight_VD = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
-    centre_D, radius = torch.zeros(32), 0.005 * weight_VD.norm(dim=1).median()
-    if reserved:
-        weight_VD[20:40] = 1 + 0.01 * weight_VD[20:40]
-        centre_D = weight_VD[20:40].mean(dim=0)
-        radius = (weight_VD[20:40] - centre_D).norm(dim=1).max()
-    weight_VD[USED] = centre_D + torch.tensor([[0.5], [1.5], [1.9], [2.2]]) * radius * torch.eye(32)[0]
-    assert untrained_in_data(reserved | CONTROL, weight_VD) == USED[:3]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("by", ["transformers", "transformers, padded", "paddock", "transformers, bf16"])
 def test_rows_that_resizing_added_are_untrained_and_printed(by, tied, tmp_path):
@@ -425,29 +412,6 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
         assert (actual(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
-    config = shape(tie_embeddings=True)
-    whole, sha256 = base_folder(tmp_path / "whole", config, tokenizer)
-    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 100_000)
-    divided, same = base_folder(tmp_path / "divided", config, tokenizer)
-    assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
-    tensors = huggingface.load_model_weights(whole)
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].full().clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
-
-    def hashed(tensors: dict) -> str:
-        write_tensors(whole / "model.safetensors", {key: lazy(tensor).full() for key, tensor in tensors.items()})
-        return weights_sha256(whole)
-
-    tensors = {key: tensor.full().clone() for key, tensor in tensors.items()}
-    assert hashed({**extra, **tensors}) == sha256
-    name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
-    assert hashed({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert hashed({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
-    changed = tensors[name].clone()
-    changed[3, 4] += 1e-6
-    assert hashed({**tensors, name: changed}) != sha256
-
-
 def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():
     config = shape(tie_embeddings=True)
     tensors = peft_format.to_peft(lora.adapter_state_dict(adapted(config, WHOLE[1])), config, VOCAB)
@@ -565,16 +529,3 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
         with lora.disable_adapters(model):
             assert not torch.equal(model(tokens(), mode="logits"), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
-
-
-@few_bits
-def test_quantisation_without_a_kernel_is_refused(monkeypatch):
-    def missing(*arguments):
-        raise NotImplementedError("no kernel found")
-
-    import bitsandbytes  # noqa: F401
-    monkeypatch.setattr(torch.ops.bitsandbytes, "int8_vectorwise_quant", missing)
-    with pytest.raises(SettingsError, match="LORA_BASE_QUANTIZATION=int8.*no working kernel for cpu.*no kernel found"):
-        adapted(shape(), dict(lora_base_quantization="int8"))
-
-

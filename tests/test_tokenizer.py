@@ -1,6 +1,5 @@
 """The tokenizer's truths: both backends and transformers agree on every id, and text stays text."""
 
-import hashlib
 import json
 import os
 import re
@@ -15,14 +14,7 @@ import tokenizer as tokenizer_module
 from common.errors import DataError
 from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
 from scripts.convert_to_gguf import OLLAMA
-from tokenizer import (
-    PATTERN,
-    SPECIALS,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    split_long,
-)
+from tokenizer import PATTERN, SPECIALS, HuggingFaceTokenizer, Tokenizer, load_tokenizer, split_long
 
 RANKS = 450
 SENTENCES = (
@@ -281,17 +273,6 @@ def test_a_pipe_or_broken_link_beside_a_tokenizer_is_refused(name, put, words, h
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("first, backend", [(b"\n\x05<unk>\x15\0\0\0\0\x18\x02", "auto"), (b"\n\x05<unk>", "tiktoken"), (b"\n\x05<pad>\x18\x03", "huggingface")])
-def test_a_sentencepiece_model_is_an_error_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
-    file = tmp_path / "my model" / "tokenizer.model"
-    file.parent.mkdir()
-    file.write_bytes(b"\n" + bytes([len(first)]) + first + b"\n\x0e\n\x03<s>\x15\0\0\0\0\x18\x03")
-    for path in (file, file.parent):  # also a folder without a tokenizer.json
-        with pytest.raises(DataError, match="is a SentencePiece model.*tokenizer.json") as raised:
-            load_tokenizer(str(path), backend)
-        assert f'AutoTokenizer.from_pretrained("{file.parent}").save_pretrained("converted")' in str(raised.value)
-
-
 def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, native, tmp_path):
     write_tiktoken(ranks, file := tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).sha256 == native.sha256
@@ -378,11 +359,6 @@ def test_a_text_with_other_characters_is_a_bad_record(tmp_path):
     assert refused.returncode and "text.txt:2: 'z' is not in the vocabulary; remove it" in " ".join(refused.stderr.split())
     done = python(*command, "--on-bad-record", "skip", cwd=tmp_path)
     assert done.returncode == 0 and "2 documents" in done.stdout and "1 bad record" in done.stdout, done.stdout + done.stderr
-
-
-def test_ollama_knows_how_our_tokenizers_split_text():
-    # Source: parseTokenizer in convert/tokenizer.go of github.com/ollama/ollama, for llama-bpe.
-    assert hashlib.sha256(PATTERN.encode()).hexdigest() == "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f"
 
 
 def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):

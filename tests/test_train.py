@@ -19,7 +19,6 @@ from factories import (
     a_step,
     assert_same_run,
     at_step,
-    flip_bit,
     furthest,
     new_model,
     prepare,
@@ -32,7 +31,6 @@ from factories import (
 
 import train
 from checkpoint import store
-from common.errors import PaddockError
 from config import Config
 from evaluation import during_run
 from run import run as run_module
@@ -141,18 +139,6 @@ def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run,
     assert run.lines("ledger") == whole.lines("ledger") and run.hashes(6) == whole.hashes(6)
 
 
-def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
-    few = prepare(tmp_path / "few", documents=15)
-    settings = {"MAX_STEPS": 8, "VALIDATION_ROWS": 1, "OPTIMIZER": "muon"}
-    whole, run = TinyRun(few, tmp_path / "whole", **settings), TinyRun(few, tmp_path / "stopped", **settings)
-    assert whole.train() == 0
-    for step in (2, 5):
-        with stop_at(step):
-            assert run.train() == train.EXIT_PREEMPTED
-    assert run.train() == 0
-    assert_same_run(run, whole, 8)
-
-
 def die():
     raise KeyError("as if killed")
 
@@ -181,19 +167,6 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     # With a larger MAX_STEPS it continues.
     assert run.train(MAX_STEPS=7) == 0
     assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
-
-
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"MAX_STEPS": 4}, "the run is at step 6, and MAX_STEPS=4. To continue, set MAX_STEPS above 6."),
-    ({"MAX_STEPS": 9, "STOP_STEP": 2}, "the run is at step 6, and MAX_STEPS=9. STOP_STEP=2: to continue, remove it or set it above 6."),
-    ({"MAX_STEPS": None, "EPOCHS": 0.1}, "the run is at step 6, and MAX_STEPS=3. To continue, raise EPOCHS=0.1.")])
-def test_a_run_beyond_its_end_says_where_it_is_and_what_continues_it(changes, says, whole, tmp_path, capsys):
-    run = whole.copy(tmp_path / "runs")
-    run.settings = {name: value for name, value in (run.settings | changes).items() if value is not None}
-    assert run.train() == 0
-    printed = capsys.readouterr().out
-    assert f"Nothing to do: {says}" in printed and "Finished" not in printed
-    assert_same_run(run, whole, 6)
 
 
 def test_a_run_that_stop_step_ends_is_stopped_and_not_finished(whole, tiny_run, capsys, monkeypatch):
@@ -274,14 +247,6 @@ def test_start_step_counts_the_tokens_of_so_many_steps(finished, prepared, tmp_p
     run = TinyRun(prepared, tmp_path / "elsewhere", **UNMEASURED)
     assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), START_STEP=3, MAX_STEPS=5) == 0
     assert run.column("tokens_seen") == {4: 4 * 256, 5: 5 * 256}
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
-    flip_bit(finished.checkpoint(6) / "optimizer.safetensors")
-    assert finished.train(MAX_STEPS=6) == 0
-    error = capsys.readouterr().err
-    assert "warning" in error and str(finished.checkpoint(6) / "optimizer.safetensors") in error
-    assert_same_run(finished, whole, 6)
 
 
 def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
@@ -378,16 +343,3 @@ def test_compiled_losses_are_the_eager_ones(tiny_run, shape):
     for name in ("train_loss", "val_loss"):
         assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
-
-
-def test_an_error_on_all_ranks_is_printed_by_one_rank_of_each_machine(tiny_run, tmp_path, capsys, monkeypatch):
-    """torchrun stops all ranks when one has ended, so rank 0 might be stopped before it can print."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
-    (tmp_path / "1").mkdir()
-    monkeypatch.setattr(PaddockError, "on_all_ranks", True)
-    for expected in (1, 0):
-        assert tiny_run().train(PRETRAIN_DATA_PATH="nowhere") == 3
-        assert capsys.readouterr().err.count("error: ") == expected
-
-

@@ -78,18 +78,6 @@ def test_an_export_has_the_dtype_and_the_context_of_the_base(base, prepared, tmp
     assert store.read_state(chained.checkpoint(1))["base_dtype"] == "bfloat16"
 
 
-def test_a_gguf_file_of_a_bf16_base_has_its_types_and_rows(base, prepared, tmp_path):
-    gguf = pytest.importorskip("gguf", reason="reads and writes GGUF: pip install -r requirements-extras.txt")
-    run = run_from(base, prepared, tmp_path / "whole", MAX_STEPS=1).trained()
-    assert python("scripts/convert_to_gguf.py", run.folder, "--output", tmp_path / "a.gguf").returncode == 0
-    reader = gguf.GGUFReader(tmp_path / "a.gguf")
-    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) == 2}
-    assert {*types.values()} == {gguf.GGMLQuantizationType.BF16}
-    tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
-    assert next(tensor.shape[1] for tensor in reader.tensors if tensor.name == "token_embd.weight") == tokens
-    assert reader.fields["llama.context_length"].contents() == CONTEXT
-
-
 @pytest.mark.parametrize("base, matrices, ranks", [
     (True, {}, 1), (False, {"LORA_TRAIN_HEAD": "true"}, 1), (False, {"LORA_TRAIN_EMBEDDINGS": "true"}, 2),
     (True, {"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2), (True, {"LORA_TRAIN_HEAD": "true"}, 1)],

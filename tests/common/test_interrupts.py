@@ -62,27 +62,6 @@ def test_a_second_signal_later_and_one_before_the_start_exit_at_once(command, mo
     assert left == [130, 143] and capfd.readouterr().err == "Stopped.\n"
 
 
-def test_a_signal_in_an_import_that_swallows_it_ends_the_command(command, monkeypatch, tmp_path):
-    """Packages import optional ones under a bare `except`."""
-    left = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    (tmp_path / "swallows.py").write_text("import signal\ntry:\n    signal.raise_signal(signal.SIGTERM)\nexcept:\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    run_script(lambda: __import__("swallows"), "Stopped. Run it again.")
-    assert left == [143]
-
-
-def test_ignored_signals_stay_ignored_and_other_programs_keep_their_handlers(command, monkeypatch):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupts.install()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in ("pytest.py", ".venv/bin/pytest", "scripts.py"):
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(ROOT / other))
-        interrupts.install()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, other
-
-
 def stopped(script, number: signal.Signals, environ: dict) -> subprocess.Popen:
     """Start a script, and send it a signal; signals are blocked until its first import, as ./paddock starts a script."""
     interrupts.hold()
@@ -103,5 +82,3 @@ def test_every_command_handles_signals_from_its_first_import_on():
         ({"LOCAL_RANK": "1"} | torchrun, ""), ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0"} | torchrun, "Stopped.\n"))]
     for process, code, output in ends:
         assert (process.communicate()[1], process.returncode) == (output, code), process.args
-
-

@@ -155,13 +155,6 @@ def hub(monkeypatch, tmp_path):
     return hub
 
 
-def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
-    hub.errors_to_raise += [hub_error(503), ConnectionResetError("reset"), TimeoutError(), hub_error(429)]
-    assert hub_folder("someone/model", "config.json", lambda folder: True) == tmp_path
-    assert hub.asked == ["cache", *["network"] * 5]
-    assert capfd.readouterr().err.count("someone/model: ") == 4
-
-
 @pytest.mark.parametrize(("error", "tries", "message"), [
     (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "does not exist.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
@@ -185,14 +178,6 @@ def test_the_hub_is_not_asked_again_where_it_refuses(hub, status):
     with pytest.raises(Exception, match=str(status)):
         hub_folder("someone/model", "config.json", lambda folder: True)
     assert hub.asked == ["cache", "network"]
-
-
-def test_offline_no_request_is_repeated(monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(Exception, match="offline"):
-        hub_folder("nobody/nothing", "config.json", lambda folder: True)
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("error", "passes"), [

@@ -1,7 +1,5 @@
 """Every shape of chat and preference comes to the same messages, and what is none is refused by file and line."""
 
-import datetime
-import decimal
 import json
 
 import numpy as np
@@ -9,10 +7,9 @@ import pytest
 from factories import write_jsonl
 
 from common.errors import DataError
-from data_pipeline.chats import MARKS, prompt_of, read_examples
+from data_pipeline.chats import MARKS, read_examples
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Reading, Source, read_texts
-from data_pipeline.templates import is_target
+from data_pipeline.sources import Reading, Source
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_example_set
 from tokenizer import load_tokenizer
@@ -229,31 +226,6 @@ def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path,
             read(kind, tmp_path, record)
 
 
-@pytest.mark.parametrize("marks, reason", [
-    ({"weight": 0, "train": True}, "contradict each other: weight, train"), ({"train_detail": []}, "train_detail seems to say what is trained on"),
-    ({"mask": True}, "mask seems"), ({"lossScale": 2}, "lossScale seems"), ({"isTrained": False}, "isTrained seems"),
-    *(({name: True}, f"{name} seems") for name in ("ignore", "skip", "exclude", "is_included", "supervised"))])
-def test_a_mark_whose_meaning_is_not_certain_is_refused(tmp_path, marks, reason):
-    with pytest.raises(DataError, match=reason):
-        read("chats", tmp_path, {"messages": [ASK, {**SAY, **marks}]})
-    assert read("chats", tmp_path, {"messages": [ASK, {**SAY, "constraints": 1}]})[1].dropped == {"messages[].constraints": 1}
-
-
-@pytest.mark.parametrize("marks, targets", [
-    ({"loss_mask": "[0, 1, 0, 0]"}, [True, False]), ({"train": "[false, false, false, true]"}, [False, True]), ({"weight": "1"}, [True, True]),
-    ({"weight": "0"}, "is excluded from training by weight = 0"), ({"train": "False"}, "is excluded from training by train = False"),
-    ({"masks": [0, 1, 0, 0]}, "masks seems to say what is trained on"), ({"turn_weights": [1.0, 0.0]}, "turn_weights seems"),
-    ({"attention_mask": [1] * 5}, [True, True]), ({"training_set": ["a", "b"]}, [True, True])])
-def test_marks_of_a_record_count_as_text_too_and_lists_of_unknown_ones_are_refused(tmp_path, marks, targets):
-    record = {"messages": [ASK, SAY, *AGAIN], **marks}
-    if isinstance(targets, str):
-        with pytest.raises(DataError, match=targets):
-            read("chats", tmp_path, record)
-    else:
-        (chat,), _ = read("chats", tmp_path, record)
-        assert [is_target(message) for message in chat.messages if message["role"] == "assistant"] == targets
-
-
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
 CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, SAY]
 
@@ -314,18 +286,6 @@ def test_calls_and_results_are_read_under_all_their_names(tmp_path, turn):
         assert chat.messages == [SYSTEM, *CALLING]
 
 
-def test_columns_of_map_come_before_others_and_all_others_stay(tmp_path):
-    record = {"conversation": [ASK, SAY], "messages": [SAY], "system": "Be kind.", "chat_template_kwargs": {"x": 1}, "id": 1}
-    reading = Reading()
-    (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [record]), map="messages=conversation"), reading, {"x"})
-    assert (chat.messages, chat.options, reading.dropped) == ([SYSTEM, ASK, SAY], {"x": 1}, {"messages": 1, "id": 1})
-    reading = Reading()
-    (prompt,) = read_examples("prompts", Source(path=write_jsonl(tmp_path / "x.jsonl", [{"problem": "Why?", "prompt": "x", "answer": "1", "id": 1}]),
-                                                map="question=problem"), reading)
-    assert json.loads(prompt.record) == {"prompt": "x", "answer": "1", "id": 1, "question": "Why?"}
-    assert (prompt.messages, reading.dropped) == ([ASK], {"prompt": 1})
-
-
 def test_nulls_that_a_table_invents_are_no_keys_and_its_json_is_read(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tools = [[{"name": "f", "parameters": {"properties": {"x": {"type": "string", "enum": ["a", None]}}}}], [{"name": "g", "parameters": {}}]]
@@ -345,60 +305,3 @@ def test_nulls_that_a_table_invents_are_no_keys_and_its_json_is_read(tmp_path):
     stated = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
     (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [stated])), Reading(), {"tool_calls"})
     assert chat.messages[1]["tool_calls"] == [CALL]
-
-
-def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = {"date": pyarrow.array([datetime.date(2026, 1, 2)]), "time": pyarrow.array([datetime.datetime(2026, 1, 2, 3)]),
-               "price": pyarrow.array([decimal.Decimal("1.50")]), "took": pyarrow.array([datetime.timedelta(seconds=90)]),
-               "image": pyarrow.array([b"\xff"])}
-    bad = {"early": pyarrow.array([-10**15], pyarrow.timestamp("s")), "latin": pyarrow.Array.from_buffers(
-        pyarrow.string(), 1, [None, *(pyarrow.py_buffer(part) for part in (b"\0\0\0\0\1\0\0\0", b"\xe9"))])}
-    table = pyarrow.table({"prompt": ["Why?"], "completion": ["So."], "chosen": ["So."], "rejected": ["No."], **columns})
-    parquet.write_table(table, tmp_path / "x.parquet")
-    source = Source(path=str(tmp_path / "x.parquet"))
-    for kind, answers in (("chats", {"chosen", "rejected"}), ("pairs", {"completion"})):
-        reading = Reading()
-        (example,) = read_examples(kind, source, reading)
-        assert example.messages[0] == ASK and reading.dropped == dict.fromkeys(answers | columns.keys(), 1)
-    reading = Reading()
-    (prompt,) = read_examples("prompts", source, reading)
-    assert json.loads(prompt.record) == {"prompt": "Why?", "completion": "So.", "chosen": "So.", "rejected": "No.", "date": "2026-01-02",
-                                         "time": "2026-01-02T03:00:00", "price": "1.50", "took": "0:01:30"}
-    assert reading.dropped == {"image": 1}
-    reading = Reading()
-    assert [document.text for document in read_texts(Source(path=source.path, column="completion"), reading)] == ["So."]
-    assert reading.dropped == dict.fromkeys({"prompt", "chosen", "rejected"} | columns.keys(), 1)
-    # What Python cannot hold either is refused by row.
-    for name, values in bad.items():
-        parquet.write_table(table.append_column(name, values), tmp_path / "x.parquet")
-        with pytest.raises(DataError, match=r"x\.parquet: row 1: .*; correct the table, or drop the column"):
-            list(read_examples("prompts", source, Reading()))
-
-
-def test_rows_streamed_by_datasets_lose_added_nulls_and_keep_those_in_json(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    calls = [[{"name": "f", "arguments": {"x": None}}], [{"name": "g", "arguments": {"y": 1}}]]
-    chats = [{"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": call}], "tools": [tool]}
-             for call, tool in zip(calls, ({"name": "f", "x": {"a": 1}}, {"name": "g", "x": {"b": 2}}))]
-    call_type = {"name": datasets.Value("string"), "arguments": datasets.Json()}
-    message_type = {"role": datasets.Value("string"), "content": datasets.Value("string"), "tool_calls": datasets.List(call_type)}
-    tool_type = {"name": datasets.Value("string"), "x": {"a": datasets.Value("int64"), "b": datasets.Value("int64")}}
-    features = datasets.Features({"messages": datasets.List(message_type), "tools": datasets.List(tool_type)})
-    datasets.disable_progress_bars()
-    for folder in ("typed", "lines"):
-        (tmp_path / folder).mkdir()
-    datasets.Dataset.from_list(chats, features=features).to_parquet(tmp_path / "typed" / "train.parquet")
-    write_jsonl(tmp_path / "lines" / "train.jsonl", chats)  # without types
-    for folder in ("typed", "lines"):
-        source = Source(name=str(tmp_path / folder), split="train", revision="0" * 40)
-        examples = [*read_examples("chats", source, Reading(), {"tools", "tool_calls"})]
-        assert [example.options["tools"] for example in examples] == [chat["tools"] for chat in chats], folder
-        called = [[each["function"] for each in example.messages[1]["tool_calls"]] for example in examples]
-        assert called == calls, folder
-
-
-@pytest.mark.parametrize("value, text", [("72.00", "72"), ("1.50", "1.50"), ("-0.0", "0"), ("1E+2", "100"), ("NaN", "NaN"), ("Infinity", "Infinity")])
-def test_a_whole_decimal_of_a_table_is_written_without_its_places(value, text):
-    example = prompt_of("x:1", {"prompt": "How many?", "answer": decimal.Decimal(value)})
-    assert json.loads(example.record)["answer"] == text

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_pipeline.chats import kind_of_examples, messages_in
+from data_pipeline.chats import kind_of_examples
 from data_pipeline.sources import Reading, Source
 from data_pipeline.templates import encode_rendered, load_chat_format
 from data_pipeline.vocabulary import train_bpe
@@ -119,40 +119,6 @@ def test_the_format_is_the_tokenizers_own_or_llama_3s(native, hf_tokenizer, with
         load_chat_format(tokenizer)
 
 
-PARTS = CHATML.replace("message['content']", "(message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(JOIN))")
-BOTH = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{{ part.text + '\\n' }}{% endfor %}{% endif %}{{ '<|im_end|>' + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
-
-
-def in_parts(messages, *cuts):
-    return [{**message, "content": [{"type": "text", "text": text} for text in (message["content"][:2], message["content"][2:])[-count:]]
-             if count == 2 else [{"type": "text", "text": message["content"]}]} for message, count in zip(messages, cuts)]
-
-
-@pytest.mark.parametrize("template", [PARTS.replace("JOIN", "''"), PARTS.replace("JOIN", "' '"), BOTH, CHATML,
-                                      "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + PARTS.replace("JOIN", "''")])
-@pytest.mark.parametrize("cuts", [(1, 1, 1, 1, 1), (2, 1, 2, 2, 1)])
-def test_a_template_gets_contents_as_it_reads_them(template, cuts, with_template, tmp_path):
-    """Parts, or text; also from messages in the other form. transformers renders only the form that a template reads."""
-    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
-    dialog = [{"role": "system", "content": "Be brief"}, *DIALOG]
-    parts = in_parts(dialog, *cuts)
-    assert_as_transformers_of(chat_format, tmp_path, messages_in("messages", parts), dialog if template == CHATML or (
-        template == BOTH and 2 not in cuts) else [message if template == BOTH and count == 1 else part
-                                                  for message, part, count in zip(dialog, parts, cuts)])
-    assert_as_transformers_of(chat_format, tmp_path, dialog, dialog if template in (CHATML, BOTH) else in_parts(dialog, 1, 1, 1, 1, 1))
-
-
-def assert_as_transformers_of(chat_format, folder, read, given):
-    segments, reference = chat_format.encode_chat(read), by_transformers(folder, given)
-    assert flat(segments) == reference[:len(flat(segments))] and chat_format.end_of_turn_id not in reference[len(flat(segments)):]
-    assert sum(is_target for _, is_target in segments) == 2
-    assert chat_format.encode_prompt(read[:-1]) == by_transformers(folder, given[:-1], add_generation_prompt=True)
-    answer = chat_format.encode_answer(read[:-1], read[-1])
-    assert flat(segments)[-len(answer):] == answer
-
-
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 TOOL_USE = "{{ '<|tools|>' + (tools | tojson) + '<|im_end|>' }}" + CHATML.replace("message['content'] +", "message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +")
 
@@ -189,25 +155,6 @@ def test_a_chat_with_tools_has_the_template_tool_use_as_in_transformers(place, w
     read = kind_of_examples("chats", tokenizer, "").read(Source(path=str(tmp_path / "x.jsonl")), reading)
     assert [len(example.messages) for example in read] == [2, 4] and "x.jsonl:2: calls a tool, and the chat format cannot write that" in reading.bad_records[0]
     assert chat_format.tokenizer.special_ids["<|tools|>"] not in chat_format.encode_prompt([{"role": "user", "content": "<|tools|>"}])
-
-
-def test_the_end_of_a_turn_in_either_template_ends_an_answer(with_template, tmp_path):
-    with_template(CHATML, "<|im_start|>", "<|im_end|>", "<|tools|>", "<|eom|>", special=False)
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE.replace("<|im_end|>", "<|eom|>"))
-    chat_format = load_chat_format(load_tokenizer(str(tmp_path)))
-    assert {chat_format.tokenizer.special_ids[name] for name in ("<|im_end|>", "<|eom|>")} <= chat_format.stop_ids
-
-
-def test_named_templates_without_a_default_are_refused_and_the_advice_works(with_template, tmp_path):
-    with_template(CHATML, "<|im_start|>", "<|im_end|>")
-    template = (tmp_path / "chat_template.jinja").rename(tmp_path / "default")
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(CHATML)
-    with pytest.raises(DataError, match="has the chat templates rag, but none is the default; put one as chat_template.jinja"):
-        load_chat_format(load_tokenizer(str(tmp_path)))
-    template.rename(tmp_path / "chat_template.jinja")
-    assert_as_transformers(load_chat_format(load_tokenizer(str(tmp_path))), tmp_path, DIALOG)
 
 
 TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.replace("~", " ~ ")}
@@ -331,20 +278,6 @@ def test_a_template_whose_answers_cannot_be_located_is_refused(template, complai
             refused()
 
 
-# In the manner of DeepSeek's R1: reasoning is dropped from answers, and prompts open it.
-THINKER = """{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|A|>' + message.content.split('</think>')[-1] + eos_token }}
-{%- else %}{{ '<|U|>' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|A|><think>\n' }}{% endif %}"""
-
-
-def test_a_template_that_training_refuses_still_writes_prompts(with_template, tmp_path):
-    chat_format = load_chat_format(with_template(THINKER, "<|U|>", "<|A|>", "<think>", "</think>", special=False))
-    for dialog in (DIALOG[:1], [DIALOG[0], {"role": "assistant", "content": "<think>Hm</think>A cat"}, DIALOG[2]]):
-        assert chat_format.encode_prompt(dialog) == by_transformers(tmp_path, dialog, add_generation_prompt=True)
-    assert chat_format.stop_ids == {chat_format.tokenizer.eos_id}
-    odd = load_chat_format(with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<|im_end|>", "<odd>"))
-    assert odd.tokenizer.special_ids["<odd>"] in odd.stop_ids, "an answer stops where the template ends it"
-
-
 def test_text_never_becomes_a_control_token_that_is_only_named_elsewhere_or_written_by_the_template(with_template, tmp_path):
     """Flags in tokenizer.json are one of the places that say so; tags that models write stay as in transformers."""
     names = ("<|im_start|>", "<|im_end|>", "<|eom|>", "<|tool|>", "<|extra|>", "<|id|>", "<think>", "</think>", "<other>")
@@ -370,24 +303,6 @@ def test_text_never_becomes_a_control_token_that_is_only_named_elsewhere_or_writ
     tokenizer.save_huggingface(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     assert load_tokenizer(str(tmp_path)).sha256 == tokenizer.sha256, "a saved folder has the same tokenizer"
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(is_named, with_template, tmp_path):
-    with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<odd>")
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **({"eot_token": "<odd>"} if is_named else {})}))
-    tokenizer = load_tokenizer(str(tmp_path))
-    chat_format = load_chat_format(tokenizer)
-    assert chat_format.stop_ids == {tokenizer.special_ids["<odd>"], tokenizer.eos_id}
-    assert_as_transformers(chat_format, tmp_path, DIALOG)
-    assert learned(chat_format.encode_chat(DIALOG), tokenizer) == ["A cat,\n and you?<odd>", "It's me<odd>"]
-    if not is_named:  # a model's generation_config.json names it, by what `load_chat_format` found
-        assert tokenizer.eot_id == tokenizer.special_ids["<odd>"]
-        return
-    (tmp_path / "saved").mkdir()
-    tokenizer.save_huggingface(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).eot_id == tokenizer.special_ids["<odd>"]
 
 
 def test_an_answer_that_grows_together_with_its_header_is_refused(with_template):

@@ -60,17 +60,6 @@ def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
     assert EvaluationItems(str(tmp_path / "items.jsonl")).overlap(WORDS) is None
 
 
-def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path):
-    run = "a b c d e f g h i j k l m"
-    for record in ({"question": run}, {"turns": [{"content": run.upper()}], "n": 1}):
-        (tmp_path / "items.json").write_text(json.dumps([{"x": "y"}, record]))
-        found = EvaluationItems(str(tmp_path / "items.json"))
-        assert "items.json:1 (item 2)" in found.overlap(words_of(f"so: {run}.")) and found.overlap(run.split()[1:]) is None
-    (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
-    with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 8 words"):
-        EvaluationItems(str(tmp_path / "items.json"))
-
-
 @pytest.mark.parametrize("text, words", [
     ("भारत की राजधानी क्या है", ["भारत", "की", "राजधानी", "क्या", "है"]), ("مُحَمَّد رسول", ["مُحَمَّد", "رسول"]), ("שָׁלוֹם עולם", ["שָׁלוֹם", "עולם"]),
     ("cafe\u0301 ＯＡＫ so\u00adft ze\u200bro", ["café", "oak", "soft", "zero"]), ("東京は?", ["東", "京", "は"]), ("서울은 크다", ["서울은", "크다"]), ("\U0001f642 !", [])])

@@ -1,7 +1,6 @@
 """Mixtures: which row is where, what a batch holds, and the sets that --mix prepares."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline import mixture
-from data_pipeline.mixture import Mixture, Phase, read_mix, read_mixture, weight_units
+from data_pipeline.mixture import Mixture, Phase, read_mix, weight_units
 from data_pipeline.prepare import PreparationOptions
-from data_pipeline.sources import Source
 from data_preparation_utils import prepare_mixture
 from dataloaders import Mixing, RowOrder, Rows, open_rows
 from run.facts import read_inputs
@@ -117,16 +114,6 @@ def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
         read_mix(write_mix(tmp_path, content))
 
 
-def test_a_mix_file_is_read(tmp_path):
-    read, mixture = read_mix(write_mix(tmp_path, {"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}]}))
-    assert read == [Source(path="a"), Source(name="b", config="c")] and [each.label for each in mixture.sources] == ["a", "b/c"]
-    assert mixture.model_dump()["phases"] == [{"until": 1.0, "weights": {"a": 0.7, "b/c": 1.0}}]
-    phases = [{"until": 0.8, "weights": {"web": 9, "a": 1}}, {"weights": {"a": 1}}]
-    _, mixture = read_mix(write_mix(tmp_path, {"sources": [A, {**B, "label": "web"}], "phases": phases}))
-    assert [each.label for each in mixture.sources] == ["a", "web"]
-    assert mixture.phases[1].model_dump() == {"until": 1.0, "weights": {"a": 1.0}}
-
-
 def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     def mixture(*phases):
         parts = [{"label": "a", "set": "x"}, {"label": "b", "set": "y"}]
@@ -139,16 +126,6 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
         [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
     assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
-
-
-def test_the_shares_of_the_table_are_those_of_the_run(monkeypatch):
-    monkeypatch.setattr(mixture, "read_data_manifest", lambda folder: SimpleNamespace(splits={"train": SimpleNamespace(documents=3, tokens=9000)}))
-    mixed = Mixture.model_validate({"sources": [{"label": label, "set": label} for label in "ab"], "phases": [
-        {"until": 0.25, "weights": {"a": 3, "b": 1}}, {"weights": {"a": 2, "b": 2}}]})
-    table = mixture.source_table(mixed)
-    assert [(row["weights"], row["share"]) for row in table] == [([0.75, 0.5], 0.5625), ([0.25, 0.5], 0.4375)]
-    lines = mixture.describe_sources(mixed, table)
-    assert [line.split()[-1] for line in lines[1:]] == ["16,000", "20,571"], "tokens of the run until a pass over 9,000"
 
 
 @pytest.fixture(scope="module")
@@ -172,15 +149,6 @@ def sources(tmp_path_factory, prepared):
 def settings(prepared: Prepared, folder, **changes):
     given = prepared.settings() | {"PRETRAIN_DATA_PATH": str(folder)} | changes
     return Config(**{name.lower(): str(value) for name, value in given.items()})
-
-
-def test_other_weights_prepare_nothing_again(sources, monkeypatch):
-    first = sources((1, [3, 1]))
-    monkeypatch.setattr(preparation, "write_shards", None)
-    again, other = sources((1, [0.75, 0.25])), sources((0.5, [3, 1]), (1, [1, 1]))
-    assert again == first != other
-    assert {path.name for path in first.glob("*")} == {"mixture.json"}
-    assert [source.set for source in read_mixture(first).sources] == [source.set for source in read_mixture(other).sources]
 
 
 def test_a_batch_holds_the_rows_of_the_sets(sources, prepared):

@@ -1,7 +1,6 @@
 import hashlib
 import json
 import os
-import re
 
 import numpy as np
 import pytest
@@ -158,14 +157,6 @@ def test_the_rows_stay_as_they_are(tmp_path):
     assert [rows.examples_in(row).tolist() for row in range(len(rows))] == [[5, 11], [2, 8, 0], [6, 10], [1], [9], [3, 7], [4]]
 
 
-def test_the_first_rows_are_no_longer_than_the_others(tmp_path):
-    """Packing fills bins with the longest examples first, but validation reads the first rows."""
-    rows = ExampleRows(opened(write(tmp_path, "chats", draw_chats(400)), "chats"), 48)
-    longest = np.array([int(np.diff(rows.example_set.starts)[rows.examples_in(row)].max()) for row in range(len(rows))])
-    half = len(rows) // 2
-    assert abs(longest[:half].mean() - longest[half:].mean()) < longest.std()
-
-
 def chat(*lengths):
     return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
 
@@ -237,15 +228,6 @@ def test_pairs_are_cut_like_those_of_trl(mode, tmp_path):
         for ours, ids, mask, is_answer in zip(documents, theirs["input_ids"], theirs["attention_mask"], theirs["completion_mask"]):
             ids, is_answer = ids[mask.bool()], is_answer[mask.bool()].bool()
             assert ours == (ids[:-1].tolist(), torch.where(is_answer, ids, IGNORE_INDEX)[1:].tolist())
-
-
-@pytest.mark.parametrize("kind, mode, needed", [("chats", "keep_end", 6), ("pairs", "keep_start", 6), ("pairs", "drop", 13)])
-def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(kind, mode, needed, tmp_path):
-    example = {"chats": chat(6, 3), "pairs": [(PROMPT, [1] * 6), (WORDS, [2]), (WORDS, [3, 3])]}[kind]
-    examples = opened(write(tmp_path, kind, [example]), kind)
-    with pytest.raises(DataError, match=rf"(?s){re.escape(str(tmp_path))}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
-        ExampleRows(examples, needed - 1, truncation=mode)
-    assert len(ExampleRows(examples, needed, truncation=mode)) == 1
 
 
 @pytest.mark.parametrize("verify", ["always", "auto", "never"])

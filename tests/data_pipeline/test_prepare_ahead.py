@@ -21,19 +21,17 @@ from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
 from test_packed_rows import PROMPT, WORDS, write
 
 from common.activity import ACTIVITY
-from common.errors import DataError
 from config import Config
 from data_pipeline import prepare as preparation
 from data_pipeline.chats import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import ExampleRows, Rows
+from dataloaders import ExampleRows
 from extensions import prepare_ahead
-from extensions.debug.replay import numbered, place_of
 from extensions.preparation import look, slots_of, why_ended
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
-from tokenizer import SUPPRESSED, load_tokenizer
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 AHEAD = {"PREPARE_AHEAD": "true", "HELLASWAG_EVERY": 0, "VALIDATION_ROWS": 2}  # rows that are held out early
@@ -192,19 +190,6 @@ def test_either_way_continues_a_preparation_that_the_other_began(tmp_path, prepa
     assert not [*(tmp_path / "out").glob("tmp-*")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_no_shard_has_what_follows_a_bad_record(tmp_path, prepared, workers):
-    """So the shards are those of the corrected source, with which a run then resumes."""
-    output, bad = tmp_path / "out", write_source(tmp_path / "bad", bad=100)
-    with pytest.raises(DataError, match=r"text\.jsonl:100: not valid JSON"):
-        prepare(bad, prepared.tokenizer, output, **{"journal_seconds": 0.0})
-    folder = next(path.parent for path in output.glob(f"*/{preparation.JOURNAL}"))
-    found, corrected = look(folder), look(prepare(write_source(tmp_path / "good"), prepared.tokenizer, output))
-    listed = found.manifest.splits["train"].shards
-    assert len(listed) >= 2 and listed == corrected.manifest.splits["train"].shards[:len(listed)]
-    assert not found.is_complete and len(listed) < len(corrected.manifest.splits["train"].shards)
-
-
 def opened(prepared, folder, split, **settings):
     settings = {name.lower(): str(value) for name, value in ({"MAX_SEQ_LEN": 32, "TOTAL_BATCH_SIZE": 256} | settings_of(folder)).items()} | settings
     config = Config(prepare_ahead=True, micro_batch_size=2, **settings)
@@ -272,17 +257,6 @@ def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, pr
 
 
 @both_kinds
-def test_a_run_reads_the_data_again_once_it_is_complete(tmp_path, prepared, whole, monkeypatch, kind):
-    before, meanwhile = ahead_run(prepared, tmp_path / "before", whole), ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows", kind)
-    rows = len(opened(prepared, whole, "train", validate_every=0))
-    changes = {"TOTAL_BATCH_SIZE": 32 * int(before.settings["MAX_SEQ_LEN"]), "MICRO_BATCH_SIZE": 16, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}
-    assert 6 * 32 > rows > 32
-    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 3)
-    assert before.train(**changes) == meanwhile.train(**changes) == 0
-    assert steps_of(meanwhile) == steps_of(before)
-
-
-@both_kinds
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path, prepared, whole, before, monkeypatch, finished):
     grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
@@ -346,19 +320,6 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
     assert steps_of(later) == steps_of(run)
 
 
-def test_other_targets_with_the_same_tokens_are_other_chats(tmp_path, prepared):
-    def shards(folder, train):
-        folder.mkdir()
-        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "Why? Cat. And? Dog.".split())]
-        turns[1]["train"] = train
-        source = write_jsonl(folder / "chats.jsonl", ({"messages": [{"role": "user", "content": f"{number}?"}, *turns[1:]]} for number in range(60)))
-        return opened(prepared, prepare(source, prepared.tokenizer, folder / "sets", kind="chats"), "train", validate_every=0)
-
-    one, other = shards(tmp_path / "one", True), shards(tmp_path / "other", False)
-    assert one.entries == other.entries and len(one.entries) > 1
-    assert {*one.hashes}.isdisjoint(other.hashes) and one.fingerprint != other.fingerprint
-
-
 @of_chats
 def test_a_chat_is_packed_with_those_that_end_in_the_same_shard(prepared, whole, kind):
     """Compared with the chats as they are stored; those that start in an earlier shard are whole, too."""
@@ -385,36 +346,6 @@ def test_the_slots_of_chats_are_those_of_the_rows(tmp_path):
     stored = open_example_set(write(tmp_path / "set", "chats", examples), "train", "chats", TokenizerInfo(100, "abc"))
     slots, rows = slots_of(stored, 5), ExampleRows(stored, 5)
     assert ((slots > 0).sum(), (slots == 0).sum(), slots.sum()) == (rows.examples, rows.left_out, rows.tokens)
-
-
-def test_control_tokens_are_sampled_once_a_shard_that_the_run_reads_has_them(tmp_path):
-    """80 is in the second of three shards of 20 rows, 81 in the third, and 82 in none."""
-    rare = {30: 80, 50: 81}
-    examples = [[(PROMPT, [5, rare.get(number, 6)]), (WORDS, [7, 8, 9])] for number in range(60)]
-    folder = write(tmp_path / "set", "chats", examples, cuts=((100, 200), ()))
-    config = Config(prepare_ahead=True, training_stage="sft", sft_data_path=str(folder), max_seq_len=4, total_batch_size=32, micro_batch_size=8, validate_every=0)
-    extension, generation = prepare_ahead.PrepareAhead(), {SUPPRESSED: [80, 81, 82]}
-    extension.rows, extension.was_reported = prepare_ahead.AheadChats(config, TokenizerInfo(100, "abc"), "auto"), True
-    ranks = SimpleNamespace(on_rank0=lambda make: make(), gather_or_raise=lambda make: [make()], local_rank=0)
-    run = SimpleNamespace(config=config, ranks=ranks, inputs=SimpleNamespace(tokenizer=SimpleNamespace(generation=generation)))
-    unseen = []
-    for step in range(8):
-        run.progress = SimpleNamespace(step=step)
-        extension.step_begin(run)
-        unseen.append(generation[SUPPRESSED])
-    assert extension.rows.ends == [20, 40, 60]
-    assert unseen == 2 * [[80, 81, 82]] + 3 * [[81, 82]] + 3 * [[82]]
-    assert extension.read == extension.rows.hashes
-
-
-@of_chats
-def test_a_replay_finds_a_chat_in_its_shard_and_numbers_all_documents(prepared, whole, kind):
-    source = opened(prepared, whole, "train", validate_every=0, document_mask=False)
-    rows, first = Rows((source,), source, source.fingerprint), source.ends[0]
-    assert source.has(first + 1) and rows(np.array([first])).document_ids_BT is None
-    assert numbered(source)(np.array([first])).document_ids_BT[0, 0] == 1
-    example = source.rows.sources[1].examples_in(0)[0]
-    assert place_of(rows, first, 0, 1) == f"example {example} of {whole / source.entries[1].file} (chats)"
 
 
 @of_chats
@@ -469,16 +400,6 @@ def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
     assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(before)]
 
 
-def test_a_run_starts_with_a_shard_and_the_validation(tmp_path, prepared, whole, capfd):
-    data = tmp_path / "grows"
-    (data / "empty").mkdir(parents=True)
-    assert ahead_run(prepared, tmp_path / "none", data / "empty").train() == 3
-    assert "training starts once it has shards with the rows of a step" in capfd.readouterr().err
-    publish(whole, data, 1)
-    assert ahead_run(prepared, tmp_path / "few", data, VALIDATION_ROWS=500).train() == 3
-    assert "training starts once it has VALIDATION_ROWS=500 held-out rows" in capfd.readouterr().err
-
-
 SLOW = """
 import sys
 if any("extensions.preparation" in argument for argument in sys.orig_argv):
@@ -512,5 +433,3 @@ def test_a_killed_command_resumes_preparation_and_training(tmp_path, prepared, b
     assert steps_of(run) == steps_of(before) and run.hashes(6) == before.hashes(6)
     folder = next(path.parent for path in (tmp_path / "runs" / "sets").glob(f"[0-9a-f]*/{MANIFEST}"))
     assert "Continuing after the" in (folder.parent / f".{folder.name}.{socket.gethostname()}.log").read_text()
-
-

@@ -1,17 +1,12 @@
-import bz2
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
-import pickle
 import re
 import shutil
 
 import numpy as np
 import pytest
-import torch
 from factories import flip_bit
 
 from common.errors import DataError
@@ -266,30 +261,6 @@ def test_a_validation_set_of_foreign_files_is_what_they_call_validation_or_all(t
         assert shard_reader.open_token_set(tmp_path, split, shard_reader.TokenizerInfo(VOCABULARY)).read(0, 20).tolist() == [0] * 20
 
 
-def test_fingerprint_of_foreign_files_sees_their_content(tmp_path):
-    fingerprints = set()
-    for last in (0, 1):
-        write_llmc(tmp_path / "train.bin", [*range(9000), last])
-        fingerprints.add(open_train(tmp_path, vocab_size=9000).fingerprint)
-    assert len(fingerprints) == 2
-
-
-def test_a_foreign_file_may_have_any_name_where_it_is_pointed_at(tmp_path):
-    write_llmc(tmp_path / "constraint.bin", range(20))
-    assert open_train(tmp_path / "constraint.bin").tokens == 20
-    for path, split in ((tmp_path, "train"), (tmp_path / "constraint.bin", "validation")):
-        with pytest.raises(DataError, match=f"no token file for {split}"):
-            shard_reader.open_token_set(path, split, shard_reader.TokenizerInfo(VOCABULARY))
-
-
-def test_two_kinds_of_files_are_refused(foreign):
-    folder = foreign("npy")
-    write_llmc(folder / "x_train_0.bin", range(9))
-    with pytest.raises(DataError, match=r"of several kinds \(\.bin, \.npy\)"):
-        open_train(folder)
-    assert open_train(folder / "*.bin").tokens == 9
-
-
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
 @pytest.mark.parametrize("has_header", [False, True], ids=["raw", "header"])
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f2", "<f4", "<f8", "<u1"])
@@ -317,30 +288,6 @@ def test_a_raw_name_does_not_make_text_or_a_table_tokens(tmp_path, content, advi
         open_train(tmp_path / "train.txt", vocab_size=1 << 16)
 
 
-@pytest.mark.parametrize("write", [
-    lambda path, ids: path.write_bytes(gzip.compress(ids.tobytes())), lambda path, ids: path.write_bytes(bz2.compress(ids.tobytes())),
-    lambda path, ids: path.write_bytes(lzma.compress(ids.tobytes())), lambda path, ids: path.write_bytes(pickle.dumps(ids.tolist(), 2)),
-    lambda path, ids: path.write_bytes(pickle.dumps(ids)), lambda path, ids: np.savez(path.with_suffix(".npz"), ids) or path.with_suffix(".npz").rename(path), lambda path, ids: torch.save(torch.tensor(ids.astype(int)), path)],
-    ids=["gzip", "bz2", "xz", "pickle 2", "pickle", "npz", "torch"])
-@pytest.mark.parametrize("name", ["train.bin", "x_train_1.bin", "train.npy"])
-def test_packed_ids_are_no_ids(tmp_path, write, name):
-    write(tmp_path / name, np.arange(3000, dtype="<u2"))
-    with pytest.raises(DataError, match=f"{name}: is compressed or packed, not plain ids; load them in Python, and save them with numpy.save"):
-        open_train(tmp_path, vocab_size=1 << 16)
-
-
-def test_ids_may_begin_with_many_zeros(tmp_path):
-    """As if they were an empty header, such as of texts padded on the left."""
-    ids = np.r_[np.zeros(700, "<u2"), np.arange(1, 500, dtype="<u2")]
-    (tmp_path / "train.bin").write_bytes(ids.tobytes())
-    assert open_train(tmp_path).read(0, len(ids)).tolist() == ids.tolist()
-
-
-def test_a_numpy_file_may_be_called_train_bin(tmp_path):
-    (tmp_path / "train.bin").write_bytes(npy(np.arange(50, dtype=np.uint16)))
-    assert open_train(tmp_path).read(0, 50).tolist() == [*range(50)]
-
-
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])
 @pytest.mark.parametrize("ids, doubt", [
     (np.arange(20_000) % 990, ""), (1 + np.arange(20_000) % 989, "none of 20,000 tokens is 0, the start of a document"),
@@ -361,29 +308,6 @@ def test_what_is_odd_about_foreign_tokens_is_said(tmp_path, capfd, kind, ids, do
         assert doubt in told and bool(told) == bool(doubt)
     open_train(tmp_path, document_start_id=999)
     assert f"none of {len(ids):,} tokens is 999" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("padding", [0, 3, 705])  # 705 starts a document, and pads in GPT-2's tokenizer
-@pytest.mark.parametrize("share", [60, 51, 50, 40])
-def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, share, padding):
-    ids = np.r_[np.full(share, padding), np.setdiff1d(np.arange(200 - share) + 600, [padding])[:100 - share]]
-    for number, part in enumerate(np.split(ids, [share // 2])):
-        write_llmc(tmp_path / f"x_train_{number}.bin", part)
-    open_train(tmp_path, document_start_id=705)
-    assert (f"{share} % of the tokens are {padding}; if these are padding, leave them out" in capfd.readouterr().err) == (share > 50)
-
-
-def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):
-    write_llmc(tmp_path / "x_train_0.bin", [0] * 10 + [700] * 10)
-    write_llmc(tmp_path / "x_train_1.bin", [705] * 5 + [700] * 15)
-    open_train(tmp_path, document_start_id=705)
-    assert capfd.readouterr().err == ""
-
-
-def test_narrow_ids_cannot_come_from_a_wide_vocabulary(foreign):
-    folder = foreign("nanogpt")
-    with pytest.raises(DataError, match="train.bin: its ids are uint16, too narrow for the vocabulary of 128,256"):
-        open_train(folder, vocab_size=128256)
 
 
 def npy(array) -> bytes:
@@ -408,3 +332,20 @@ def test_a_bad_foreign_file_is_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=f"{name}: .*{message}"):
         open_train(tmp_path)
+
+
+@pytest.mark.parametrize("padding", [0, 3, 705])  # 705 starts a document, and pads in GPT-2's tokenizer
+@pytest.mark.parametrize("share", [60, 51, 50, 40])
+def test_padding_in_foreign_tokens_is_said_if_it_is_most_of_them(tmp_path, capfd, share, padding):
+    ids = np.r_[np.full(share, padding), np.setdiff1d(np.arange(200 - share) + 600, [padding])[:100 - share]]
+    for number, part in enumerate(np.split(ids, [share // 2])):
+        write_llmc(tmp_path / f"x_train_{number}.bin", part)
+    open_train(tmp_path, document_start_id=705)
+    assert (f"{share} % of the tokens are {padding}; if these are padding, leave them out" in capfd.readouterr().err) == (share > 50)
+
+
+def test_what_is_odd_about_one_of_several_files_is_not_said(tmp_path, capfd):
+    write_llmc(tmp_path / "x_train_0.bin", [0] * 10 + [700] * 10)
+    write_llmc(tmp_path / "x_train_1.bin", [705] * 5 + [700] * 15)
+    open_train(tmp_path, document_start_id=705)
+    assert capfd.readouterr().err == ""

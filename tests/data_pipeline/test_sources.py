@@ -25,17 +25,9 @@ import pytest
 import zstandard
 
 from common.errors import DataError, SettingsError
-from data_pipeline import filters, sources
+from data_pipeline import sources
 from data_pipeline.chats import read_examples
-from data_pipeline.sources import (
-    Reading,
-    Source,
-    identify,
-    read_records,
-    read_texts,
-    source_of,
-    validation_split,
-)
+from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
 
 
 def datasets():
@@ -57,18 +49,6 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
                 sources._rows_at_once(file, raw)
         else:
             assert 200 < sources._rows_at_once(file, raw) < 300
-
-
-@pytest.mark.parametrize("packed, unpacked, rows", [
-    (10_000, 1_000_000, 1000), (10_000, 1_000_001, 268), (1, 2**28 // 1000, 1000), (1, 2**28 // 999, 999), (1, 2**28, 1), (1, 2**29, 1), (1, 2**30, 1)])
-def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows_fill_a_quarter_of_a_gigabyte(monkeypatch, packed, unpacked, rows):
-    column = SimpleNamespace(total_uncompressed_size=unpacked, total_compressed_size=packed)
-    table = SimpleNamespace(num_row_groups=1, num_columns=1, row_group=lambda group: SimpleNamespace(column=lambda number: column))
-    monkeypatch.setattr("pyarrow.parquet.read_metadata", lambda raw: table)
-    assert sources._rows_at_once(SimpleNamespace(url="x.parquet"), None) == rows
-    column.total_uncompressed_size = 2**30 + 1
-    with pytest.raises(DataError, match="x.parquet: a column unpacks into 1,073,741,825 bytes"):
-        sources._rows_at_once(SimpleNamespace(url="x.parquet"), None)
 
 
 def parquet_of(table):
@@ -165,14 +145,6 @@ def test_csv_is_read_as_datasets_reads_it_with_the_lines_of_its_rows(tmp_path, s
     assert [*rows_of(path, start=sources.Position(record=3))[0]] == found[3:]
 
 
-@pytest.mark.parametrize("name, text, record", [
-    ("x.tsv", "a\tb, c, d\n1\t2\n", {"a": "1", "b, c, d": "2"}), ("x.tsv.gz", "a\tb, c, d\n1\t2\n", {"a": "1", "b, c, d": "2"}),
-    ("x.csv", '"a";"b, c, d"\n1;2\n', {"a": "1", "b, c, d": "2"}), ("x.csv", "a,b; c\n1,2\n", {"a": "1", "b; c": "2"})])
-def test_signs_in_the_names_of_columns_do_not_separate_them(tmp_path, name, text, record):
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    assert [each for _, each in rows_of(tmp_path / name)[0]] == [record]
-
-
 def test_all_writings_of_a_text_are_held_out_together():
     """Case as Unicode folds it, ligatures, accents in two forms, any white space, and what nobody sees."""
     assert {*map(sources.identity_of, ["\ufeffa zebra", "a\u200b ze\u00adbra", "a zebra\ufe0f", "a\r\nzebra\u200e"])} == {"a zebra"}
@@ -252,36 +224,6 @@ def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_pat
         assert len(texts_of(path, documents="line")[0]) == 1000
 
 
-def test_an_arrow_stream_without_its_end_is_named(tmp_path, capsys):
-    table = pa.table({"text": ["a", "b", "c", "d"]})
-    with pa.ipc.new_stream(tmp_path / "x.arrow", table.schema) as stream:
-        stream.write_table(table, max_chunksize=2)
-    assert texts_of(tmp_path / "x.arrow")[0] == ["a", "b", "c", "d"] and not capsys.readouterr().err
-    end = len(sources.ARROW_END)
-    assert (tmp_path / "x.arrow").read_bytes()[-end:] == sources.ARROW_END
-    os.truncate(tmp_path / "x.arrow", os.path.getsize(tmp_path / "x.arrow") - end)
-    texts_of(tmp_path / "x.arrow")
-    assert "x.arrow: has no end mark; if its writer was stopped between two batches, rows are missing" in capsys.readouterr().err
-
-
-def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_path, capsys):
-    write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", ".a.jsonl")
-    (tmp_path / "c.jsonl").touch()
-    assert len(texts_of(tmp_path)[0]) == 2
-    assert "reading 2 files; not read: 1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-0" in capsys.readouterr().err
-    write_tree(tmp_path, "c.jsonl", "LICENSE.txt")
-    assert len(texts_of(tmp_path)[0]) == 4
-    assert "4 files, 3 of jsonl (c.jsonl, x-00000-of-00003.jsonl, x-0" in (text := capsys.readouterr().err)
-    assert "; 1 of plain text (LICENSE.txt); not read: 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)" in text
-    with pytest.raises(DataError, match="LICENSE.txt:1: is not a chat: it has a line of plain text, expected messages"):
-        [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
-
-
-def test_the_names_of_splits_may_have_capitals(tmp_path):
-    write_tree(tmp_path, "Train.jsonl", "TEST.jsonl", "Dev.JSONL")
-    assert [texts_of(tmp_path, split=split)[0] for split in (None, "test", "validation")] == [["Train.jsonl"], ["TEST.jsonl"], ["Dev.JSONL"]]
-
-
 @pytest.mark.parametrize("documents, expected", [
     ("whole", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree"]),
     ("line", [" = A = \n", "one\n", "two\n", " = = sub = = \n", "---\n", " = B = \n", "three"]),
@@ -322,12 +264,6 @@ def test_any_fsspec_url_is_read():
     assert texts_of("memory://corpus/*.jsonl")[0] == ["far", "away"]
     with pytest.raises(DataError, match="memory://corpus/none"):
         texts_of("memory://corpus/none.jsonl")
-
-
-@pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
-                                            ("what?.jsonl", ("jsonl", None))])
-def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
-    assert sources.format_of(name) == expected
 
 
 RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n": [1.5, {"a": [None, True]}]}, {}, {"text": "x" * 300}]
@@ -393,15 +329,6 @@ def test_a_folder_that_datasets_saved_is_read_by_split(saved):
         texts_of(saved)
 
 
-def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_an_error(saved, tmp_path):
-    pyarrow.feather.write_feather(pa.table({"text": ["one", "two"]}), tmp_path / "x.arrow")
-    assert texts_of(tmp_path / "x.arrow")[0] == ["one", "two"]
-    whole = next((saved / "one").glob("data-*.arrow")).read_bytes()
-    (tmp_path / "x.arrow").write_bytes(whole[:-len(whole) // 3])
-    with pytest.raises(DataError, match="x.arrow: "):
-        texts_of(tmp_path / "x.arrow")
-
-
 @pytest.mark.parametrize("record, names, expected", [
     ({"id": "1", "dialogue": "A: hi\nB: ho", "summary": "They greet."}, "prompt=dialogue,completion=summary",
      ["A: hi\nB: ho", "They greet."]),
@@ -458,18 +385,6 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
     assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
         list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
-
-
-@pytest.mark.parametrize("files, split", [(["train", "validation"], "validation"), (["train", "dev"], "dev"), (["train", "test"], None)])
-def test_validation_data_of_the_hub_is_the_split_of_that_name(files, split, tmp_path, capsys):
-    for name in files:
-        (tmp_path / f"{name}.jsonl").write_text(jsonl(name))
-    configs = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name in files)
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:{configs}\n---\n")
-    source = Source(name=str(tmp_path))
-    assert validation_split(source) == replace(source, split=split)
-    assert f"for validation, its {split or 'train'} split is read" in capsys.readouterr().err
-    assert validation_split(replace(source, split="test")).split == "test"
 
 
 def test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity(monkeypatch):
@@ -611,13 +526,6 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
             texts_of(tmp_path)
 
 
-def test_evaluation_items_of_all_splits_are_compared(tmp_path):
-    for split in ("train", "test"):
-        words = " ".join(f"{split}{number}" for number in range(13))
-        (tmp_path / f"{split}.jsonl").write_text(jsonl(words))
-    assert len(filters.EvaluationItems(str(tmp_path)).texts) == 2
-
-
 def test_links_are_followed_and_a_loop_ends(tmp_path, capsys):
     write_tree(tmp_path / "far", "a.jsonl", "deep/b.jsonl")
     folder = tmp_path / "folder"
@@ -704,3 +612,15 @@ def test_text_that_is_not_utf8_gets_a_command_that_converts_it(tmp_path, name, e
         command = command.replace("WINDOWS-1252", "WINDOWS-1251")
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert (tmp_path / "NEW").read_text(encoding="utf-8-sig") == content
+
+
+@pytest.mark.parametrize("packed, unpacked, rows", [
+    (10_000, 1_000_000, 1000), (10_000, 1_000_001, 268), (1, 2**28 // 1000, 1000), (1, 2**28 // 999, 999), (1, 2**28, 1), (1, 2**29, 1), (1, 2**30, 1)])
+def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows_fill_a_quarter_of_a_gigabyte(monkeypatch, packed, unpacked, rows):
+    column = SimpleNamespace(total_uncompressed_size=unpacked, total_compressed_size=packed)
+    table = SimpleNamespace(num_row_groups=1, num_columns=1, row_group=lambda group: SimpleNamespace(column=lambda number: column))
+    monkeypatch.setattr("pyarrow.parquet.read_metadata", lambda raw: table)
+    assert sources._rows_at_once(SimpleNamespace(url="x.parquet"), None) == rows
+    column.total_uncompressed_size = 2**30 + 1
+    with pytest.raises(DataError, match="x.parquet: a column unpacks into 1,073,741,825 bytes"):
+        sources._rows_at_once(SimpleNamespace(url="x.parquet"), None)

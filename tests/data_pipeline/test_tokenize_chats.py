@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
-from data_pipeline.workers import WorkerSpec, split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 from tokenizer import load_tokenizer
 
@@ -320,24 +318,6 @@ def example(*words, system="", answers=(), **fields):
     return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
 
 
-def plan(examples, asked=0.05):
-    return preparation.plan_split(SimpleNamespace(name="chats"), examples, asked)
-
-
-def held_out(examples, plan):
-    return [one for one in examples if split_of(WorkerSpec.key_of(plan, one), plan.fraction) == "validation"]
-
-
-@pytest.mark.parametrize("requested", [None, 0.05, 0.2])
-@pytest.mark.parametrize("openings", [[200], [170, 30], [50] * 4, [20] * 10, [100, *[1] * 100], [1900, *[4] * 25]])
-def test_openings_that_too_many_examples_share_do_not_decide_the_split(openings, requested):
-    examples = [example(f"Opening {place}", "Yes?", f"Question {number}", f"{number}.")
-                for place, count in enumerate(openings) for number in range(count)]
-    planned, target = plan(examples, requested), (requested or 0.05) * len(examples)
-    assert target / 2 <= len(held_out(examples, planned)) <= 2 * target
-    assert planned == plan(examples[:], requested), "which does not depend on anything else"
-
-
 def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_the_template(tmp_path, tokenizer_path, folder_path):
     marked = TEMPLATE.replace("{{- '<|start_header_id|>' ~ m.role ~ ': ' ~ m.content | trim ~ '<|eot_id|>\\n' }}",
                               "{{- '<|start_header_id|>' ~ m.role ~ ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content ~ '<|eot_id|>' }}"
@@ -356,37 +336,3 @@ def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_th
             assert [ids for ids, _ in example] == [tokens[start:end] for start, end in zip([0, *borders], borders)]
             assert [is_target for _, is_target in example] == [False, True] * 2
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)
-
-
-def test_many_answers_to_one_prompt_stay_together_if_enough_is_held_out():
-    """The fourth opening is in the lowest 5 % of hashes, so that no other stage trains on it."""
-    examples = [example(f"Opening {place}", answers=(f"{number}", "bad")) for place in range(10) for number in range(20)]
-    planned = plan(examples, None)
-    assert {one.text.partition("\n")[0] for one in held_out(examples, planned)} == {"Opening 3"} and not planned.common
-    assert len(held_out(examples, planned)) == 20
-
-
-@pytest.mark.parametrize("requested", [None, 1e-6, 0.05])
-@pytest.mark.parametrize("prompts, answers", [(12, 1), (2, 1), (1, 2), (1, 10), (1, 16)])
-def test_small_sets_hold_out_at_least_one(prompts, answers, requested):
-    """Also if all are for one prompt, such as the answers that a user judged in one conversation."""
-    examples = [example(f"Prompt {prompt}", answers=(f"Good {number}", "bad")) for prompt in range(prompts) for number in range(answers)]
-    assert 0 < len(held_out(examples, plan(examples, requested))) < len(examples)
-
-
-def test_raw_text_does_not_become_a_token_of_the_chat_format_that_is_not_marked_special(tmp_path, folder_path):
-    """The tokenizer's files do not name it; only its chat template writes it."""
-    document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
-    document["added_tokens"] += [document["added_tokens"][-1] | {"id": document["added_tokens"][-1]["id"] + 1, "content": "<|turn|>", "special": False}]
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    shutil.copy(Path(folder_path) / "tokenizer_config.json", folder)
-    source, sets = write_jsonl(tmp_path / "x.jsonl", [{"text": "Say <|turn|> twice."}]), []
-    for template in ("{{ 'x' }}", TEMPLATE.replace("<|start_header_id|>", "<|turn|>")):
-        (folder / "chat_template.jinja").write_text(template)
-        sets.append(prepare("documents", source, str(folder), tmp_path / "out", validation_fraction=0))
-    turn = document["added_tokens"][-1]["id"]
-    assert [turn in np.fromfile(made / "train-00000.bin", "<u2", offset=1024) for made in sets] == [True, False]
-
-

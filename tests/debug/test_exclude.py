@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from factories import UNMEASURED, Stages, TinyRun, assert_same_run, sentence, write_jsonl
+from factories import UNMEASURED, Stages, TinyRun, sentence, write_jsonl
 from torch.nn import functional as F
 
 from data_preparation_utils import PreparationOptions, prepare_mixture
@@ -232,14 +232,6 @@ def run_of(mode: str, stages: Stages, folder: Path, **changes) -> TinyRun:
     return TinyRun(stages.prepared, folder, **settings | {"SAVE_EVERY": 1, "KEEP_LAST": 9, "MAX_STEPS": 3, "REPORT": "false"} | changes)
 
 
-@pytest.mark.parametrize("mode", ["pretrain", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
-def test_a_run_that_leaves_out_nothing_is_the_run(mode, stages, tmp_path):
-    runs = [run_of(mode, stages, tmp_path / str(number), **changes) for number, changes in
-            enumerate(({}, {"EXCLUDE_DATA": excluded_file(tmp_path)}))]
-    assert [run.train() for run in runs] == [0, 0]
-    assert_same_run(*runs, 3)
-
-
 @pytest.mark.parametrize("mode, changes", [
     ("pretrain", {}),
     ("pretrain", {"WEIGHT_DTYPE": "bf16", "UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}),
@@ -253,19 +245,6 @@ def test_a_step_without_targets_counts_and_changes_no_weight(mode, changes, stag
     assert [line["counted"] for line in run.metrics() if "counted" in line] == [0] * 3
     rates = [line["learning_rate"] for line in run.metrics() if "learning_rate" in line]
     assert rates[0] < rates[1], "the schedule goes on"
-
-
-def test_a_resumed_run_leaves_out_the_same_and_other_examples_are_an_error(stages, tmp_path, capsys):
-    path = excluded_file(tmp_path, "find cow")
-    whole, run = (run_of("pretrain", stages, tmp_path / name, EXCLUDE_DATA=path) for name in ("whole", "stopped"))
-    assert whole.train() == run.train(STOP_STEP=2) == run.train() == 0
-    assert_same_run(whole, run, 3, ["ledger"])
-    excluded_file(tmp_path, "find hen")
-    assert run.train(MAX_STEPS=4) != 0
-    assert "EXCLUDE_DATA now names other examples than when the checkpoint was saved; restore its file" in capsys.readouterr().err
-    assert run_of("pretrain", stages, tmp_path / "stopped", MAX_STEPS=4, EXCLUDE_DATA="none").train() != 0
-    assert f"EXCLUDE_DATA was {path}, is none" in capsys.readouterr().err
-    assert run.lines("ledger") == whole.lines("ledger")
 
 
 def test_a_replayed_step_leaves_out_the_same(stages, tmp_path):
@@ -307,17 +286,3 @@ def test_a_source_of_a_mixture_is_left_out_and_rows_keep_their_places(stages, tm
     assert bool((after.targets_BT[sources == 0] == IGNORE_INDEX).all())
     assert torch.equal(after.targets_BT[sources == 1], before.targets_BT[sources == 1])
     assert [each.out_E.mean() for each in excluded.rows.sources] == [1, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"REPRODUCIBLE": "true"}, {"REPRODUCIBLE": "true", "SHARDING": "full"}])
-def test_ranks_leave_out_the_same(changes, stages, tmp_path):
-    path = excluded_file(tmp_path, "find cow")
-    one, two = (run_of("pretrain", stages, tmp_path / name, EXCLUDE_DATA=path, **settings) for name, settings in
-                (("one", {name: value for name, value in changes.items() if name != "SHARDING"}), ("two", changes)))
-    one.ends([0])
-    two.ends([0, 0])
-    if changes:
-        assert one.lines("ledger") == two.lines("ledger") and one.hashes(3) == two.hashes(3)
-    losses = [[line["loss"] for line in run.lines("ledger")] for run in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -10,11 +10,10 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, sentence
+from factories import MODES, UNMEASURED, Prepared, TinyRun, contents, sentence
 
 import model_utils
 import train
-from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Mixing, RowOrder
 from extensions.debug.replay import read_settings, replay
@@ -24,7 +23,6 @@ from plan.layers import Layer, read_flags
 from run import folder as run_folder
 from tokenizer import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTHING = "Nothing is wrong"
 ROW_TOKENS = 32
 
@@ -78,14 +76,6 @@ def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(s
     assert NOTHING in text and "DIFFERENT" not in text and "BUT" not in text
     monkeypatch.setattr(train, "choose_masks", lambda model, seed, step, *rows: choose_masks(model, seed, step + 1, *rows))
     assert "DIFFERENT" in replayed(run, 4)
-
-
-def test_other_settings_than_the_run_had_are_noticed(finished):
-    text = replayed(finished, 4, "--learning-rate", "0.1")
-    assert "LEARNING_RATE was 0.01, is 0.1" in text, "the checkpoint knows"
-    assert "DIFFERENT" in text and NOTHING not in text
-    assert "BUT the loss of step 5 is" in replayed(finished, 6, "--norm-eps", "0.1", "--allow-resume-mismatch", "NORM_EPS")
-    assert "NOT those of the step log" in replayed(finished, 2, "--seed", "5")
 
 
 @pytest.fixture
@@ -231,42 +221,3 @@ def test_a_replay_names_the_document_of_noise_among_easy_ones(poisoned, tmp_path
     assert f"document: {place_of(poisoned, row * ROW_TOKENS)}" in text
     assert all(letter in NOISE for letter in re.search(r"hardest targets: '(.)'", text)[1])
     assert f"row {row} is an outlier" in text.splitlines()[-1]
-
-
-def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, monkeypatch):
-    def build(*arguments):
-        model = build_model(*arguments)
-        model.norm.weight.register_hook(lambda gradient: gradient * (math.nan if reached else 1))
-        return model
-
-    reached = []
-    monkeypatch.setattr(model_utils, "build_model", build)
-    run = tiny_run(**UNMEASURED)
-    with at_step(3, lambda: reached.append(True)):
-        assert run.train() == 4
-    monkeypatch.undo()
-    text = replayed(run, 3)
-    assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* recorded not finite +DIFFERENT", text)
-    assert "The machine" in text.splitlines()[-1]
-    shutil.rmtree(run.checkpoint(2))
-    older = replayed(run, 3, at_checkpoint=True)
-    assert "of step 0, older than" in older and "its rows or weights differ from the recorded ones" in older.splitlines()[-1]
-
-
-def refused(kind: type[PaddockError], run: TinyRun, step: int, *flags: str, **options) -> str:
-    with pytest.raises(kind) as caught:
-        replayed(run, step, *flags, **options)
-    return str(caught.value)
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> TinyRun:
-    return finished.copy(tmp_path / "copy")
-
-
-def test_other_folders_flags_and_data_are_refused(finished, poisoned, tmp_path):
-    with pytest.raises(SettingsError, match="not a run's folder"):
-        read_settings(tmp_path, Layer(), 1)
-    assert "unknown flag --mx-steps" in refused(SettingsError, finished, 2, "--mx-steps", "3")
-    assert "must be a multiple" in refused(SettingsError, finished, 2, "--micro-batch-size", "3")
-    assert "PRETRAIN_DATA_PATH was" in refused(CheckpointError, finished, 4, "--pretrain-data-path", str(poisoned.shards))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from factories import TinyRun
 
-from common.errors import CheckpointError, SettingsError
 from extensions.debug import without
 from extensions.debug.without import Experiment, Question, left_out, screen, spearman
 from extensions.settings import Selector
@@ -144,18 +143,3 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
     assert page.evaluate("groups.get('steps').charts.map((chart) => chart.lines.length)") == [4] and page.locator("img").count() == 0
     assert errors == [] and violations(page) == []
     page.close()
-
-
-def test_mistakes_have_one_clear_error(trained, tmp_path):
-    unread = tmp_path / "unread"
-    with pytest.raises(SettingsError, match="no step read the named examples: 0 of 107 examples"):
-        Experiment(trained.folder, unread, [Selector("find", "whale")]).run()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(SettingsError, match="exists; choose another folder with --output"):
-        Experiment(trained.folder, tmp_path / "out", COW).run()
-    other = trained.copy(tmp_path / "other")
-    events = other.folder / "events.jsonl"
-    events.write_text(re.sub('"commit": "[^"]*"', '"commit": "abc"', events.read_text()))
-    with pytest.raises(CheckpointError, match="taken with commit abc, but this is"):
-        Experiment(other.folder, tmp_path / "new", COW).run()

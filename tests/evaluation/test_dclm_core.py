@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from common.errors import DataError
 from extensions.dclm_core import evaluate_core, requests_of
 from scripts.evaluate import read_bundle
 
@@ -83,12 +82,3 @@ def test_core_is_the_mean_of_the_centered_accuracies(bundle):
 def test_an_option_that_begins_another_one_still_has_a_token():
     task = {"icl_task_type": "multiple_choice", "num_fewshot": [0], "items": [{"query": "q", "choices": ["a", "ab"], "gold": 0}]}
     assert [len(request[2]) for request in requests_of(task, 0, Model(None))] == [1, 1]
-
-
-def test_a_limit_keeps_the_first_shuffled_items_and_missing_files_are_errors(bundle):
-    assert [len(task["items"]) for task in read_bundle(bundle, 3)] == [3, 2, 3]
-    assert read_bundle(bundle, 3)[2]["items"] == read_bundle(bundle, None)[2]["items"][:3] != ITEMS["ends.jsonl"][:3]
-    with pytest.raises(DataError, match="ends has 2 items, too few for its examples.*--limit"):
-        read_bundle(bundle, 2)
-    with pytest.raises(DataError, match="FileNotFoundError.*eval_bundle.zip"):
-        read_bundle(bundle / "nowhere", None)

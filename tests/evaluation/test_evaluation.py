@@ -10,9 +10,7 @@ import pytest
 import torch
 from factories import TinyRun, assert_same_run, without_clocks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import model_utils
 import train
 from checkpoint.schema import ratio_error
 from config import Config, PreferenceConfig
@@ -198,36 +196,3 @@ def test_an_evaluation_interrupted_between_two_sets_is_completed_once(sets, tiny
     for resumed in (run, copy):
         assert resumed.train() == 0
         assert_same_run(resumed, whole, 6)
-
-
-class AsCuda(TorchDispatchMode):
-    """Raises where CUDA has no deterministic implementation. Source: torch.use_deterministic_algorithms."""
-
-    RAISE = {"put_", "histc", "median", "nanmedian", "kthvalue", "nll_loss_forward", "nll_loss2d_forward", "cumsum"}
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation._schema.name.removeprefix("aten::")
-        if name in self.RAISE and torch.are_deterministic_algorithms_enabled():
-            if name != "cumsum" or args[0].is_floating_point():
-                raise RuntimeError(f"{name}_cuda does not have a deterministic implementation")
-        return operation(*args, **(kwargs or {}))
-
-
-def test_a_deterministic_run_evaluates_by_what_cuda_can_do(stages, tmp_path, monkeypatch):
-    """Validation, HellaSwag, samples that are drawn, and generated answers."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    original, every = model_utils.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
-    monkeypatch.setattr(model_utils, "make_deterministic", lambda config, _: original(config, "cuda"))
-    run = stages.run("sft", tmp_path, GENERATION_EVAL_EVERY=2, **every)
-    cudnn = torch.backends.cudnn.deterministic
-    try:
-        with AsCuda():
-            assert run.train() == 0
-            assert torch.are_deterministic_algorithms_enabled()
-            with pytest.raises(RuntimeError, match="deterministic implementation"):
-                torch.ones(3).cumsum(0)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic = True, cudnn
-    assert {line["step"] for line in run.lines("samples")} == {0, 2, 4}, "the base answers before the first step"
-    assert [*run.column("generation_n")] == [0, 2, 4]

@@ -81,19 +81,6 @@ def test_bleu_is_that_of_all_answers_together():
     assert 0.1 < expected / 100 < 1 and score_texts(answers, references)[0]["generation_bleu"] == pytest.approx(expected / 100)
 
 
-def test_thoughts_are_no_part_of_what_is_compared(stages, tmp_path, monkeypatch):
-    compared = []
-    monkeypatch.setattr(evaluate, "score_texts", lambda *texts: compared.append(texts) or score_texts(*texts))
-    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, *limits, **options: [prompts[0]] * len(prompts))
-    run = stages.run("sft", tmp_path, **GENERATION)
-    original = evaluate.read_held_out
-    tokenizer = load_tokenizer(run.settings["TOKENIZER_PATH"])
-    held_out = [evaluate.HeldOut(tokenizer.encode("Why?"), tokenizer.encode("<think>Hm.</think> So.")),
-                evaluate.HeldOut(tokenizer.encode("<think>"), tokenizer.encode("Hm.</think>So."))]
-    monkeypatch.setattr(evaluate, "read_held_out", lambda *arguments: original(*arguments) and held_out)
-    assert run.train() == 0 and compared == [(["Why?", ""], ["So.", "So."])]
-
-
 HEADER, WORDS = "<|start_header_id|>assistant<|end_header_id|>\n\n", "{{ m.content }}<|eot_id|>"
 
 
@@ -115,20 +102,6 @@ def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(ans
     expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
     found = {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in evaluate.read_held_out(config, tokenizer, "never")}
     assert len(found) == 8 and found <= expected
-
-
-def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_it(stages, tmp_path):
-    records = [{"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": "So."}]} for number in range(9)]
-    own = prepare_set("chats", write_jsonl(tmp_path / "own.jsonl", records), tmp_path / "own", PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1))
-    run = stages.run("sft", tmp_path, **GENERATION | {"GENERATION_EVAL_EXAMPLES": 100}, VALIDATION_DATA_PATH=own)
-    config = make_plan(run.argv()).config
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    assert sorted(re.search(r"Number \d", tokenizer.decode(prompt))[0] for prompt, _ in evaluate.read_held_out(config, tokenizer, "never")) == [
-        f"Number {number}" for number in range(9)]
-    checkpoint = checkpoint_without_weights(tmp_path / "run", 1, **{name.upper(): value for name, value in config.model_dump(include={
-        "training_stage", "sft_data_path", "validation_data_path", "tokenizer_path", "pretrain_checkpoint"}).items()})
-    recorded, replaced = (settings_for(checkpoint, read_flags([]), data) for data in (None, str(stages.chats)))
-    assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), *2 * (str(stages.chats),))
 
 
 def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(stages, tmp_path):
@@ -240,3 +213,17 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(scores, s
     assert job.wait() == [0] * 3, job.text()
     assert divided.lines("evaluations") == alone.lines("evaluations")
     assert without_clocks(divided.metrics()) == without_clocks(alone.metrics())
+
+
+def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_it(stages, tmp_path):
+    records = [{"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": "So."}]} for number in range(9)]
+    own = prepare_set("chats", write_jsonl(tmp_path / "own.jsonl", records), tmp_path / "own", PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1))
+    run = stages.run("sft", tmp_path, **GENERATION | {"GENERATION_EVAL_EXAMPLES": 100}, VALIDATION_DATA_PATH=own)
+    config = make_plan(run.argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    assert sorted(re.search(r"Number \d", tokenizer.decode(prompt))[0] for prompt, _ in evaluate.read_held_out(config, tokenizer, "never")) == [
+        f"Number {number}" for number in range(9)]
+    checkpoint = checkpoint_without_weights(tmp_path / "run", 1, **{name.upper(): value for name, value in config.model_dump(include={
+        "training_stage", "sft_data_path", "validation_data_path", "tokenizer_path", "pretrain_checkpoint"}).items()})
+    recorded, replaced = (settings_for(checkpoint, read_flags([]), data) for data in (None, str(stages.chats)))
+    assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), *2 * (str(stages.chats),))

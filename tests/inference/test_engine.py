@@ -1,9 +1,6 @@
 """Continuous batching: whatever else runs, comes, goes or was there before, a request gets the tokens that it gets alone."""
 
 import dataclasses
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import cache
 from typing import ClassVar
 
@@ -155,51 +152,6 @@ def test_a_batch_that_lasts_becomes_a_graph_that_writes_the_same(model, sampling
     assert found[0] == found[1]
     replays = [tape.replays for tape in tapes]
     assert max(replays) == 16 and sum(replays) > 20, replays
-
-
-def test_engines_that_take_turns_may_share_the_memory_of_their_graphs(model, monkeypatch):
-    monkeypatch.setattr(Tape, "tapes", [])
-    monkeypatch.setitem(engine_module.LENGTH_MULTIPLE, "cpu", 16)
-    monkeypatch.setattr(engine_module, "capture", lambda compute: Tape(compute).replay)
-    engines, requests = [Engine(model, 2, 60) for _ in range(2)], [Request(prompt, 20, DRAWN) for prompt in PROMPTS[:4]]
-    for index, request in enumerate(requests):
-        engines[index % 2].cache.static = True
-        engines[index % 2].add(request)
-    while not all(engine.idle for engine in engines):
-        for engine in engines:
-            engine.step()
-    assert sum(tape.replays for tape in Tape.tapes) > 20
-    assert [request.output_ids for request in requests] == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:4]]
-
-
-def test_all_graphs_of_a_thread_are_captured_in_one_pool_which_outlives_them(monkeypatch):
-    """torch keeps what a pool reserved, so a pool for each graph would fill the card call by call."""
-    pools: list = []
-
-    class Graph:
-        capture_stream, alive = None, weakref.WeakSet()
-
-        def capture_begin(self, pool, capture_error_mode):
-            self.alive.add(self)
-            pools.append(pool or object())
-            self.pool = lambda pool=pools[-1]: pool
-
-        def capture_end(self):
-            pass
-
-        def replay(self):
-            pass
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(engine_module, "GRAPHS", engine_module.ThreadGraphs())
-    for _ in range(3):
-        engine_module.capture(lambda: None)
-    assert len({*pools}) == 1 and [graph.pool() for graph in Graph.alive] == pools[:1]
-    with ThreadPoolExecutor(1) as pool:  # another model's thread, whose graphs run between ours and our reads
-        pool.submit(engine_module.capture, lambda: None).result()
-    assert len({*pools}) == 2
 
 
 def test_a_failed_graph_capture_is_reported_once_and_generation_continues(model, monkeypatch, capsys):

@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 
-import pandas
 import pytest
 from factories import tiny_model_folder
 
@@ -34,22 +33,6 @@ def test_a_line_of_text_is_a_prompt(tmp_path):
     assert contents(str(tmp_path / "dos.txt")) == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", ["p.csv", "p.json", "p.parquet", "p.jsonl.gz"])
-def test_other_formats_of_records_are_read_as_records(name, tmp_path):
-    """Not as lines of text, of which a header would be the first prompt."""
-    table = pandas.DataFrame([{"prompt": "Who, you?\nMe?", "id": 1}, {"prompt": "Why?", "id": 2}])
-    if name == "p.parquet":
-        table.to_parquet(tmp_path / name)
-    elif name == "p.csv":
-        table.to_csv(tmp_path / name, index=False)
-    else:
-        table.to_json(tmp_path / name, orient="records", lines=name == "p.jsonl.gz")
-    assert contents(str(tmp_path / name)) == ["Who, you?\nMe?", "Why?"]
-    (tmp_path / "bad.csv").write_text("question\nWhy?\n")
-    with pytest.raises(DataError, match='bad.csv:1: expected an object with "prompt" or "messages"'):
-        read_prompts(str(tmp_path / "bad.csv"))
-
-
 @pytest.mark.parametrize("text, expected", [("a\nb\n", ["a", "b"]), ('\n{"prompt": "a"}\n', ["a"])])
 def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
@@ -69,14 +52,6 @@ def test_a_wrong_line_is_an_error_with_its_number(tmp_path, line, reason):
     with pytest.raises(DataError) as caught:
         read_prompts(name)
     assert str(caught.value).startswith(f"{name}:3: ") and reason in str(caught.value)
-
-
-@pytest.mark.parametrize("content, reason", [(b"one\ncaf\xe9\n", r"p\.txt:2: not valid UTF-8"), (b"\n \n", "has no prompts"), (None, "No such file")])
-def test_what_cannot_be_read_is_refused(tmp_path, content, reason):
-    if content is not None:
-        (tmp_path / "p.txt").write_bytes(content)
-    with pytest.raises(DataError, match=reason):
-        read_prompts(str(tmp_path / "p.txt"))
 
 
 def talk(tokenizer, *turns: Turn, context: int = 1000, system: str = "", pretrained_only: bool = False) -> Conversation:

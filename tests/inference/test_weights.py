@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model_utils
-from config import Config, LoraConfig, ModelConfig
+from config import LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import generate
 from extensions.inference.weights import (
@@ -21,7 +20,6 @@ from extensions.inference.weights import (
 from lora import add_adapters, cast_base
 from model import Transformer
 from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear
-from model_utils import choose_dtype
 
 PROMPTS = [[1, 2, 3], [7] * 12, [30]]
 
@@ -142,12 +140,3 @@ def test_an_int8_model_is_close_to_its_bf16_model():
     divergence = (expected.exp() * (expected - found)).sum(-1)
     assert 0 < float(divergence.mean()) < 0.02
     assert [len(written) for written in generate(quantized, PROMPTS, 5)] == [5, 5, 5]
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_models_are_used_in_the_precision_that_training_chooses(is_fast, monkeypatch):
-    monkeypatch.setattr(model_utils, "CPU_MULTIPLIES_BF16", is_fast)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    device, dtype = weights.device_and_dtype(torch.device("cpu"), None)
-    assert dtype == choose_dtype(Config(), "cpu") == (torch.bfloat16 if is_fast else torch.float32) and device.type == "cpu"
-    assert weights.device_and_dtype(device, torch.float16)[1] == torch.float16

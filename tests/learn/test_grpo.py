@@ -25,7 +25,6 @@ from extensions.online import (
     OnPolicyDistillation,
     Rollouts,
     advantages,
-    training_batch,
     validation_reward,
 )
 from extensions.rewards import BUILT_IN, Misunderstood, final_answer, final_value, load, text_of
@@ -204,39 +203,6 @@ def test_masked_tokens_contribute_nothing_and_rows_add_up(loss):
     assert sum(int(objective.count(part)) for part in rows) == int(objective.count(batch))
     for name, gradient in whole.items():
         torch.testing.assert_close(sum(part[2][name] for part in parts), gradient, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("together", [1, 4])
-def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together, monkeypatch):
-    """Each new length would be planned or compiled for. On a CPU, rows are as long as the longest answer needs."""
-    config = Config(training_stage="grpo", max_seq_len=300, grpo_max_tokens=60, grpo_group=4, compile=False, distillation_enabled=together == 1)
-    monkeypatch.setattr(rollouts, "load_chat_format", lambda tokenizer: None)
-
-    def size_on(device: str, **changes) -> tuple[int, int]:
-        context = SimpleNamespace(ranks=SimpleNamespace(device=torch.device(device)))
-        return Rollouts(None, config.model_copy(update=changes), None, context).row_size
-
-    longest = 300 + (together - 1) * 60
-    assert size_on("cpu") == (1, longest) and size_on("cuda") == (128, longest) and size_on("cuda", compile=True) == (longest, longest)
-    objective, shapes, lengths = objective_of("grpo"), set(), set()
-    for seed in range(12):
-        generator = torch.Generator().manual_seed(seed)
-        size = torch.randint(1, 61, (9,), generator=generator).tolist()
-        prompts = Batch(torch.randint(VOCAB, (2, 300), generator=generator), None, stored={"prompt_B1": torch.tensor([[4 * size[8]], [7]])})
-        ids = [torch.randint(VOCAB, (each,), generator=generator).tolist() for each in size[:8]]
-        of = partial(training_batch, prompts, ids, torch.linspace(-1, 1, 8).view(2, 4), together)
-        one, other = of(1, longest), of(128, longest)
-        shapes.add(other.tokens_BT.shape)
-        lengths.add(one.tokens_BT.shape)
-        assert one.targets == other.targets and one.tokens_BT.numel() - one.padding == other.tokens_BT.numel() - other.padding
-        if seed < 2:  # up to the rounding of matmuls in other shapes; what is in the padding changes no bit
-            other_padding = replace(other, tokens_BT=other.tokens_BT.clone(), stored={**other.stored})
-            for row, tokens in zip(other_padding.tokens_BT, one.tokens_BT):
-                row[len(tokens):] = 5
-            with torch.no_grad():
-                losses = [objective.loss_sum(model_of(0), each).metrics["entropy"] for each in (one, other, other_padding)]
-            assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6) and torch.equal(*losses[1:])
-    assert len(shapes) <= 3 < len(lengths) and all(shape[1] in (128, 256, 384, longest) for shape in shapes)
 
 
 VALUES = {  # what answers are worth, by their text; None: it is not understood

@@ -1,7 +1,6 @@
 """The memory forecast is what autograd, the compiler and the optimizer really keep."""
 
 import json
-import math
 import re
 from types import SimpleNamespace
 
@@ -231,15 +230,6 @@ def test_the_forecast_of_a_quantised_base_counts_its_scales(kind):
     assert estimate_memory(config, 256, 2).parameters == held
 
 
-def test_the_forecast_of_a_pinned_copy_counts_powers_of_two():
-    config = Config(dim=96, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, tie_embeddings=True)
-    exact, pinned = (estimate_memory(config, 128, 2, device).host for device in ("cpu", "cuda"))
-    model = new_model(config, 128)
-    rounded = sum(3 * 2**math.ceil(math.log2(4 * parameter.numel())) for parameter in model.parameters())
-    assert exact == 3 * sum(4 * parameter.numel() for parameter in model.parameters())
-    assert pinned == pytest.approx(rounded, rel=1e-2) and pinned > 1.2 * exact
-
-
 def test_a_start_records_the_forecast_and_warns_if_it_exceeds_the_memory(tiny_run, monkeypatch, capsys):
     from extensions import forecast
 
@@ -250,5 +240,3 @@ def test_a_start_records_the_forecast_and_warns_if_it_exceeds_the_memory(tiny_ru
     monkeypatch.setattr(forecast, "memory_of", lambda config, device: (2**40, 2**28, "this machine"))
     assert tiny_run(MAX_STEPS=1, EXTENSIONS="default", HELLASWAG_EVERY=0, RUN_NAME="small").train() == 0
     assert f"the run needs about {needed:.2f} GiB, but this machine has 0.2 GiB. " in capsys.readouterr().err
-
-

@@ -1,5 +1,4 @@
 import hashlib
-import math
 import re
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from factories import new_model, run_ranks
 from common.errors import CheckpointError, SettingsError
 from config import Config, ModelConfig, OptimConfig
 from learn import optim
-from learn.optim import Muon, Optimizer, learning_rate
+from learn.optim import Muon, Optimizer
 from model import Transformer
 from model_utils import build_model
 from parallel.fsdp import is_divided, local_rows, put
@@ -30,33 +29,6 @@ def train_loop(model, optimizer, steps, rate=1e-2):
         optimizer.zero_grad()
         (-model(tokens[:, :-1], tokens[:, 1:], mode="sum") / 16).backward()
         optimizer.step(rate)
-
-
-def schedule(**settings) -> list[float]:
-    config = OptimConfig(learning_rate=1.0, min_learning_rate=0.1, **settings)
-    return [learning_rate(step, config) for step in range(config.max_steps + 3)]
-
-
-@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 4, 10, 11, 1000])
-def test_warm_up_is_linear_and_ends_at_the_peak(kind, warmup):
-    rates = schedule(max_steps=10, warmup_steps=warmup, lr_schedule=kind)
-    assert rates[:min(warmup, 10)] == [(step + 1) / warmup for step in range(min(warmup, 10))]
-    assert warmup > 9 or rates[warmup] == 1.0
-
-
-def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
-    rates = schedule(max_steps=14, warmup_steps=4)
-    assert rates[9] == pytest.approx(0.55)
-    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
-    assert rates[4:15] == sorted(rates[4:15], reverse=True)
-
-
-def test_wsd_is_flat_and_then_falls_in_a_line_that_begins_after_the_warm_up():
-    rates = schedule(max_steps=20, warmup_steps=2, lr_schedule="wsd", decay_fraction=0.25)
-    assert rates[2:16] == [1.0] * 14 and rates[15:21] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
-    rates = schedule(max_steps=10, warmup_steps=5, lr_schedule="wsd", decay_fraction=1.0)
-    assert rates[4:11] == pytest.approx([1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
 
 
 def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():

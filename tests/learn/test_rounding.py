@@ -10,7 +10,7 @@ import torch
 from factories import MODES, ONLINE, UNMEASURED, TinyRun, assert_same_run, model_without_weights
 
 from checkpoint.tensors import open_tensors, read_all
-from config import Config, mps_rules, rules
+from config import Config
 from extensions import rounding
 from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, lines_of, random_bits, round_into
 from learn.optim import Optimizer, clip_scale
@@ -311,15 +311,6 @@ def test_a_checkpoint_is_converted_both_ways(optimizer, prepared, tmp_path):
     assert run.train(STOP_STEP=4, **BF16) == 5  # fixed
 
 
-def test_bf16_weights_start_another_run_in_float32_and_back(prepared, tmp_path):
-    first = TinyRun(prepared, tmp_path / "first", MAX_STEPS=1, **UNMEASURED | BF16).trained()
-    for name, settings, dtype in (("full", {}, torch.float32), ("half", BF16, torch.bfloat16)):
-        second = TinyRun(prepared, tmp_path / name, MAX_STEPS=0, PRETRAIN_CHECKPOINT=first.folder, RESET_OPTIMIZER="true", **UNMEASURED | settings).trained()
-        start, end = (read_all(open_tensors(run.checkpoint(step) / "model.safetensors")) for run, step in ((first, 1), (second, 0)))
-        matrix = "model.layers.0.mlp.up_proj.weight"
-        assert end[matrix].dtype == dtype and torch.equal(end[matrix].float(), start[matrix].float())
-
-
 def test_a_step_that_is_not_finite_is_not_saved_after_updates_in_the_backward_pass(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path, **UNMEASURED | BF16 | BACKWARD)
     text = run.ends([4], spoil_a_gradient)
@@ -361,14 +352,3 @@ def test_what_does_not_work_is_refused(settings, error, prepared, tmp_path):
     flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (prepared.settings() | settings).items()]
     with pytest.raises(Exception, match=re.escape(error)):
         make_plan(flags, {})
-
-
-def test_it_is_refused_on_an_apple_gpu():
-    assert [*mps_rules(Config(weight_dtype="bf16"))] == ["WEIGHT_DTYPE=bf16 does not work on an Apple GPU; set it to fp32, or set DEVICE=cpu"]
-
-
-def test_an_unknown_optimizer_is_refused_by_name():
-    config = Config(weight_dtype="bf16").model_copy(update={"optimizer": "lion"})
-    with pytest.raises(Exception, match="WEIGHT_DTYPE, OPTIMIZER_DTYPE and UPDATE_IN_BACKWARD need OPTIMIZER=adamw or muon"):
-        Optimizer(torch.nn.Linear(2, 2), config)
-    assert not [*rules(Config(weight_dtype="bf16", pretrain_data_path="x", tokenizer_path="x"))]

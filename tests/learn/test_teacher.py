@@ -158,12 +158,6 @@ def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokeniz
     assert teacher.logits(a_batch(tokenizer.vocab_size))(slice(None)).dtype == torch.float32
 
 
-def test_adapters_alone_are_no_teacher(copied, tokenizer):
-    (copied / "config.json").rename(copied / "adapter_config.json")
-    with pytest.raises(CheckpointError, match="merge them"):
-        find_teacher(settings(copied), tokenizer)
-
-
 @pytest.fixture
 def other_tokenizer(tmp_path):
     """A function that trains a tokenizer on texts."""

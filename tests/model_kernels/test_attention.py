@@ -15,7 +15,6 @@ import lora
 from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
-from extensions.inference.engine import generate
 from learn.objectives import Distillation
 from model_kernels import attention
 from model_kernels.attention import (
@@ -175,30 +174,12 @@ def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch
     assert trial(kernel, "window", (4, 2, 8), CPU, FP32) is None
 
 
-@pytest.mark.parametrize("kernel", ["flash-3", "flash-2", "varlen"])
-def test_what_is_not_installed_says_so(kernel, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert trial(kernel, "documents", (4, 2, 8), CPU, BF16)
-    if hasattr(torch.nn.attention, "current_flash_attention_impl"):
-        assert torch.nn.attention.current_flash_attention_impl() is None
-
-
 def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
     def wrong(q, k, v, borders, *rest, **options):
         return by_document(q, k, v, torch.tensor([0, len(q)]))
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=wrong))
     assert "its result is off by" in trial("flash-2", "documents", (4, 2, 8), CPU, FP32)
-
-
-def test_a_kernel_is_tried_in_inference_mode_as_elsewhere(monkeypatch):
-    """A GPU's kernels need a trial, which generation may be the first to start; a CPU's usual kernel needs none."""
-    monkeypatch.setattr(attention, "kernel_order", lambda *_: ("math",))
-    model = new_model(tiny(), 128)
-    assert [len(ids) for ids in generate(model, [[1, 2, 3], [4]], 4)] == [4, 4]
-    model.train()(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), mode="sum").backward()
 
 
 def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypatch):

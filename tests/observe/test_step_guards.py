@@ -105,16 +105,6 @@ def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsy
     assert run.train(LOSS_SPIKE_POLICY="skip") == 0
 
 
-def test_a_stopped_and_resumed_run_sees_the_same_spikes(long_run, monkeypatch):
-    run, other = long_run(LOSS_SPIKE_POLICY="skip"), long_run(LOSS_SPIKE_POLICY="skip", RUN_NAME="other")
-    poison(monkeypatch, 15)
-    assert run.train() == 0
-    with stop_at(18):
-        assert other.train() == train.EXIT_PREEMPTED
-    assert other.train() == 0
-    assert_same_run(other, run, 20)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
     monkeypatch.setitem(step_log.SUMMED_WORDS, "cpu", 4)  # several chunks

@@ -1,8 +1,6 @@
 """GPUs are chosen as asked, from those that are there, visible and not partitioned."""
 
 import os
-import sys
-from argparse import ArgumentTypeError
 
 import pytest
 from nvml_stub import GIB
@@ -53,20 +51,3 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(requested, visible, rea
     with pytest.raises(SettingsError) as refused:
         choose_gpus(GpuRequest.parse(requested))
     assert reason in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["", "idle", "idle:0", "idle:x", "3,", "3,3", "-1", "all"])
-def test_what_means_nothing_is_refused(text):
-    with pytest.raises(ArgumentTypeError, match="such as 3,5, idle:2 or least:2"):
-        GpuRequest.parse(text)
-
-
-def test_without_nvml_the_error_says_what_to_install(nvml, monkeypatch):
-    nvml("nvmlInit")
-    with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
-        read_gpus()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(SettingsError, match="pip install .*nvidia-ml-py"):
-        read_gpus()
-
-

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 
 import pytest
 from commands import listening
@@ -20,23 +19,6 @@ def test_one_address_is_listened_at_and_the_first_that_can_be_had():
         with pytest.raises(OSError) as taken:
             listen_at([host], port)
         assert taken.value.errno == errno.EADDRINUSE
-
-
-def test_a_name_may_become_known_later_but_not_for_ever(monkeypatch):
-    answers = [socket.gaierror("not yet"), [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]]
-
-    def getaddrinfo(*_, **__):
-        answer = answers.pop(0) if len(answers) > 1 or not isinstance(answers[0], Exception) else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(process.time, "sleep", lambda seconds: None)
-    listen_at(["node-0"], 0).close()
-    answers = [socket.gaierror("never")]
-    with pytest.raises(socket.gaierror, match="never"):
-        listen_at(["node-0"], 0, resolve_seconds=0.01)
 
 
 def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_first(monkeypatch):

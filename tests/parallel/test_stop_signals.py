@@ -2,17 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
-from commands import ROOT
 from factories import run_ranks
 
 from common.activity import ACTIVITY
 from parallel import process, ranks
-from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Interrupted, StopSignals, meeting
 
 
@@ -55,21 +51,6 @@ def test_a_second_signal_leaves_although_the_main_thread_never_returns_to_python
     monkeypatch.setattr(StopSignals, "_handle", lambda *_: None)
     answers(capfd, signal.SIGTERM, signal.SIGINT)
     assert left == [128 + signal.SIGINT]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_a_child_creates_the_sample_is_a_stop_and_not_an_error(number, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), "--preset=sample,debug", "--device=cpu", "--run-name=run"]
-    env = {name: value for name, value in os.environ.items() if name != "PADDOCK_PID"}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, start_new_session=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as started:
-        line = next(line for line in started.stdout if line.startswith(("  stories.jsonl", "error")))
-        os.killpg(started.pid, number)
-        output = line + started.stdout.read()
-    assert started.returncode == EXIT_PREEMPTED and "error" not in output, output
-    assert output.splitlines()[-1] == "Stopped by a signal before the first step; the next start creates data/sample."
-    assert "Stopped" not in output[:output.rindex("Stopped")], "once"
-    assert not (tmp_path / "data" / "sample").exists() and not (tmp_path / "outputs").exists()
 
 
 def stop_in_the_plan() -> None:

@@ -2,12 +2,10 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun, model_without_weights
-from hypothesis import given
-from hypothesis import strategies as st
+from factories import UNMEASURED, TinyRun
 
-from common.errors import CheckpointError, SettingsError
-from config import MODEL_SETTINGS, Config
+from common.errors import SettingsError
+from config import Config
 from plan.derived import settings_of_data, settings_of_depth
 from plan.make import make_plan
 
@@ -81,35 +79,6 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
     reference = load("--preset", "1.3b").config
     assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
         name: getattr(reference, name) for name in ("dim", "hidden_dim", "learning_rate")}
-
-
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_a_later_stage_gets_the_shape_alone(stage):
-    shape = sized(8).model_dump(include={*MODEL_SETTINGS})
-    model_without_weights(Path("model"), **shape)
-    config = sized(8, TRAINING_STAGE=stage, PRETRAIN_CHECKPOINT="model", **{f"{stage.upper()}_DATA_PATH": "set"})
-    assert (config.n_layers, config.dim, config.max_seq_len) == (8, 512, 1024)
-    width = 2048 / 512  # of the recipes, and of this model
-    assert config.learning_rate == {"sft": 2e-5, "dpo": 1e-6}[stage] * width and config.max_steps == Config().max_steps
-    model_without_weights(Path("model"), **shape | {"n_layers": 9})
-    with pytest.raises(CheckpointError, match="N_LAYERS is 9 there and 8 here .DEPTH=8."):
-        sized(8, TRAINING_STAGE=stage, PRETRAIN_CHECKPOINT="model", **{f"{stage.upper()}_DATA_PATH": "set"})
-
-
-@pytest.mark.parametrize("depth", ["0", "65", "-1", "2.5", "x", "1e3"])
-def test_a_wrong_depth_is_an_error(depth):
-    with pytest.raises(SettingsError, match=f"^command line: DEPTH={depth}: (must be|expected)"):
-        load("--depth", depth)
-
-
-@given(st.integers(1, 64), st.dictionaries(st.sampled_from(sorted(settings_of_depth(Config(depth=2), ()))),
-                                           st.one_of(st.integers(0, 99), st.integers(0, 2**53)), max_size=4))
-def test_any_other_settings_beside_it_load_or_are_a_settings_error(depth, others):
-    try:
-        config = sized(depth, **{name.upper(): str(value) for name, value in others.items()})
-    except SettingsError:
-        return
-    assert all(getattr(config, name) == value for name, value in others.items() if name != "micro_batch_size" or value)
 
 
 def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):

@@ -12,7 +12,6 @@ from checkpoint import store
 from common.errors import CheckpointError
 from config import MODEL_SETTINGS, Config
 from plan.derived import settings_of_data, settings_of_length
-from plan.layers import PRESETS_DIR
 from plan.make import Plan, make_plan, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
@@ -125,36 +124,6 @@ def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
-def test_a_preset_of_another_stage_in_env_is_used_only_as_far_as_it_is_safe():
-    for place in ("set", "t"):
-        Path(place).touch()
-    save_state(3, **SFT_RECORD | {"MICRO_BATCH_SIZE": 8})
-    Path(".env").write_text("PRESET=sample")
-    loaded = load("--run-name", "first")
-    assert loaded.config.hellaswag_name == "sample items" and loaded.config.max_steps == 300
-    assert (loaded.config.training_stage, loaded.config.learning_rate, loaded.config.dim) == ("sft", 0.25, 64)
-    assert {"TRAINING_STAGE=pretrain", "DIM=128"} <= {*not_used(loaded)}
-    assert any(note.startswith(f"Not used from {PRESETS_DIR / 'sample.env'}, ") for note in loaded.notes)
-
-
-def test_epochs_in_env_set_the_length_of_a_started_run():
-    save_state(3, **SFT_RECORD)
-    Path(".env").write_text("EPOCHS=2\n")
-    loaded = load("--run-name", "first")
-    assert loaded.config.epochs == 2 and "max_steps" in loaded.deferred and not_used(loaded) == []
-    loaded = load("--run-name", "first", "--max-steps", 9)
-    assert (loaded.config.epochs, loaded.config.max_steps) == (None, 9) and "max_steps" not in loaded.deferred
-    assert "MAX_STEPS (command line) replaces EPOCHS=2 (.env:1)" in loaded.notes
-
-
-def test_nothing_is_inferred_from_the_stage_of_an_env():
-    """A flag for another stage leaves the other lines of `.env` as they are."""
-    Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=0\nEPOCHS=2\nLOG_EVERY=3\nLEARNING_RATE=0.5")
-    loaded = load("--training-stage", "pretrain", *PRETRAIN, "--max-steps", 5)
-    assert (loaded.config.learning_rate, loaded.config.epochs, loaded.config.log_every) == (0.5, None, 3)
-    assert "MAX_STEPS (command line) replaces EPOCHS=2 (.env:3)" in loaded.notes and not_used(loaded) == []
-
-
 def test_resume_in_env_holds_for_the_run_that_a_flag_names():
     checkpoint_without_weights(Path("runs/other"), 6, **SFT_RECORD)
     save_state(3, **SFT_RECORD)
@@ -258,16 +227,6 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     assert load(*start, "trained", "--tokenizer-path", "given").config.tokenizer_path == "given"
 
 
-def test_recorded_settings_are_recorded_again_without_a_change():
-    """Not as a setting would be read: 600 is not 600.0."""
-    checkpoint = save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
-    for timeout in (600, 600.0):
-        state = store.read_state(checkpoint)
-        recorded = state["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
-        rehash(checkpoint, state | {"settings": recorded})
-        assert json.dumps(load("--run-name", "first").config.public(), sort_keys=True) == json.dumps(recorded, sort_keys=True)
-
-
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")
 
 
@@ -282,15 +241,6 @@ def test_a_run_has_enough_validations_samples_saves_and_lines():
         validations, samples, saves, lines = (-(-steps // chosen[name]) for name in EVERY)
         assert 6 <= validations <= 15 and 2 <= samples == saves <= 3 and 6 <= lines <= 31, steps
         assert steps < 200 or (validations, samples) == (15, 3)
-
-
-def test_what_is_given_takes_precedence_over_the_length_of_the_run():
-    loaded = load(*PRETRAIN, "--max-steps", 300, "--validate-every", 0, "--log-every", 7)
-    assert every(loaded.config) == (0, 100, 100, 7)
-    assert "MAX_STEPS=300 sets SAVE_EVERY=100, SAMPLE_EVERY=100" in loaded.notes
-    assert every(load(*PRETRAIN, "--max-steps", 0).config) == (1, 1, 1, 1), "0 would mean never"
-    long = load(*PRETRAIN, "--max-steps", 100_000)
-    assert every(long.config) == every(Config()) and not long.notes
 
 
 @pytest.mark.parametrize("saved, flags, expected", [

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from common.errors import CheckpointError, PaddockError, SettingsError, run_script
-from config import (
-    CORE_SECTIONS,
-    MODEL_SETTINGS,
-    SECRETS,
-    Config,
-    ModelConfig,
-)
+from config import CORE_SECTIONS, MODEL_SETTINGS, SECRETS, Config, ModelConfig
 from parallel import process
-from parallel.process import first_on_machine
 from plan import layers
 from plan.command_line import exit_with, export, find_run, plan_on_rank0
 from plan.layers import PRESETS_DIR, SEPARATORS, read_env_file
@@ -129,12 +121,6 @@ def test_every_preset_is_valid_once_the_data_is_named(name):
     config = load("--preset", presets, "--pretrain-checkpoint", "same").config
     assert config.preset == presets and config.accumulation_steps >= 1
     assert "preset" not in read_env_file(PRESETS_DIR / f"{name}.env").values
-
-
-def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_gone_had_no_effect():
-    assert load(config={"MAX_STEPS": 3, "RESTART_SLOW": False, "DISTILLATION_TOP_K": 0}).config.max_steps == 3
-    (problem,) = problems(config={"DISTILLATION_TOP_K": 8})
-    assert "DISTILLATION_TOP_K" in problem and "a teacher runs at every step" in problem
 
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
@@ -251,19 +237,6 @@ def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, mo
     assert os.environ == WAITING | ON_A_CPU | expected
 
 
-@pytest.mark.parametrize("statistics, environ, expected", [
-    ("400000000 20000000 9", {}, {}), ("400000000 90000000 9", {}, WAITING), ("", {}, {}),
-    *(("400000000 90000000 9", {name: "5"}, {name: "5"}) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"))])
-def test_threads_do_not_spin_beside_other_programs_unless_the_user_says_so(statistics, environ, expected, monkeypatch):
-    """The kernel counts nanoseconds that a process ran, nanoseconds that it waited to run, and turns."""
-    monkeypatch.setattr(os, "environ", dict(environ))
-    Path("schedstat").write_text(statistics)
-    process.choose_waiting(Path("schedstat"))
-    assert os.environ == expected
-    process.choose_waiting(Path("missing"))  # ranks keep what their launcher chose
-    assert os.environ == expected
-
-
 def test_variables_in_env_are_expanded():
     env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
            "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
@@ -326,13 +299,6 @@ def test_a_suggestion_means_the_same_or_is_a_typo_away(name, words):
     message = unknown_flag(f"--{name}", [*Config.model_fields])
     assert words.replace("_", " ") in message.replace("_", " ")
     assert "did you mean" not in message or words.startswith("did you mean")
-
-
-@pytest.mark.parametrize("flags, words", [
-    (("--precision", "bfloa16"), "or 'fp32'; did you mean bf16?"), (("--training-stage", "pretrian"), "did you mean pretrain?"),
-    (("--precision", "fp8"), "or 'fp32'")])
-def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
-    assert problems(*flags)[0].endswith(words)
 
 
 @pytest.mark.parametrize("preset, shown", [("debgu", "debgu; did you mean debug? known: 1.3b, 3b"), ("../presets/debug", "../presets/debug; "),
@@ -403,19 +369,6 @@ def test_the_shape_of_a_start_is_below_all_layers_and_judged_once_it_is_known():
         load("--pretrain-checkpoint", "ten", env="DIM=100\n")
     on_the_hub = load("--n-kv-heads", "5", "--pretrain-checkpoint", "owner/model", env="")
     assert on_the_hub.start == Start("from", named="owner/model", setting="pretrain_checkpoint", download="owner/model")
-
-
-@pytest.mark.parametrize("layers, message", [
-    ({"env": "TEACHER_MODEL=x\n"}, True), ({"env": "TEACHER_MODEL=x\nDISTILLATION_ENABLED=false\n"}, False),
-    ({"env": "DISTILLATION_ENABLED=false\n", "flags": ("--teacher-model", "x")}, True),
-    ({"env": "TEACHER_MODEL=x\n", "flags": ("--preset", "sample")}, False),
-    ({"flags": ("--preset", "sample", "--teacher-model", "x")}, True),
-    ({"env": "TEACHER_MODEL=x\n", "flags": ("--distillation-enabled", "true")}, False)])
-def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, message):
-    if message:
-        assert ["TEACHER_MODEL=x has no effect" in line for line in problems(*layers.pop("flags", ()), **layers)] == [True]
-    else:
-        load(*layers.pop("flags", ()), **layers)
 
 
 def test_the_rules_of_an_extension_are_checked_if_extensions_names_it():
@@ -584,33 +537,6 @@ def test_ranks_and_single_processes_start(started, own_folder, monkeypatch):
     plan_on_rank0([], "")
 
 
-def test_under_torchrun_the_first_rank_prints_the_errors_and_the_others_wait(tmp_path, capsys, monkeypatch):
-    (tmp_path / "1").mkdir()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(KeyError), first_on_machine() as first:
-        assert first
-        raise KeyError("ended before it had told all, so the next one does")
-    entered = []
-
-    def come_second():
-        with first_on_machine() as first:
-            entered.append(first)
-
-    with first_on_machine() as first:
-        second = threading.Thread(target=come_second)
-        second.start()
-        second.join(0.1)
-        assert first and not entered, "it would leave before all is told"
-    second.join()
-    assert entered == [False]
-    (tmp_path / "reported").unlink()
-    for expected in ("1 error in the settings:\n  a\n", ""):
-        with pytest.raises(SystemExit):
-            exit_with(SettingsError("a"))
-        assert capsys.readouterr().err == expected
-
-
 def test_train_ends_with_code_2_before_anything_else_in_whole_lines(own_folder):
     """Each write is a packet. With -u, as torchrun starts ranks, print writes its arguments one by one."""
     (own_folder / ".env").write_text("MAX_STEP=3\n")
@@ -626,16 +552,6 @@ def test_train_ends_with_code_2_before_anything_else_in_whole_lines(own_folder):
     assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in text and "unknown flag --typo" in text
     assert packets[-1] == "the end\n" and all(packet.endswith("\n") for packet in packets)
     assert not (own_folder / "runs").exists()
-
-
-def test_help_into_a_closed_pipe_ends_silently():
-    """As with `| head`; 141 is a shell's code for a process that SIGPIPE ended."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([sys.executable, "train.py", "-h"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300,
-                          env={**os.environ, "PYTHONUNBUFFERED": ""})
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_script_with_a_closed_pipe_keeps_its_exit_code(monkeypatch):
@@ -763,11 +679,6 @@ def test_yaml_is_merged_as_specified():
     for text in MERGED:
         merged = layers.OTHER_TRAINERS.merge_yaml(yaml.compose(text, yaml.SafeLoader))
         assert plain(layers.yaml_content(merged)) == as_text(yaml.safe_load(text))
-
-
-def test_a_section_of_yaml_may_merge_another():
-    config = load_yaml("base: &base\n  max_steps: 3\n  seed: 7\nrun:\n  <<: *base\n  dim: 768\n")
-    assert (config.max_steps, config.seed, config.dim) == (3, 7, 768)
 
 
 def test_the_name_of_a_run_is_its_tokenizer_and_a_preparation_takes_that_of_the_start(tmp_path, monkeypatch):

@@ -305,23 +305,3 @@ def test_a_curve_is_the_other_trainers(file, theirs):
     ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs sets nothing beside max_steps"), ({"save_steps": 5, "save_strategy": "no"}, "save_strategy=no sets SAVE_EVERY=0")])
 def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
     assert any(words in note for note in load(config=file).notes), load(config=file).notes
-
-
-def test_names_that_imply_nothing_print_nothing():
-    for name, value in (("save_total_limit", 2), ("logging_steps", 3), ("device_id", 1), ("wandb_project", "x"), ("trust_remote_code", True)):
-        assert not [note for note in load(config={name: value}).notes if "Defaults of" in note]
-
-
-@pytest.mark.parametrize("flags, config, settings", [
-    (("--save-every", "7"), {"num_train_epochs": 2, "save_steps": 0.5}, {"save_every": 7, "epochs": 2}),
-    (("--max-steps", "40"), {"num_train_epochs": 2, "save_steps": 0.5}, {"save_every": 20, "epochs": None, "max_steps": 40}),
-    (("--total-batch-size", "8192"), {"gradient_accumulation_steps": 4}, {"total_batch_size": 8192})])
-def test_what_a_message_says_to_set_may_be_set_above_the_name_that_it_refuses(flags, config, settings):
-    assert problems(config=config)
-    loaded = load(*flags, config=config)
-    assert {name: getattr(loaded.config, name) for name in settings} == settings
-
-
-def test_null_is_no_limit_where_the_other_trainer_means_that():
-    config = load(config={"clip_grad_norm": None, "save_total_limit": None, "train_iters": None}).config  # torchtune's and the Trainer's defaults
-    assert (config.max_grad_norm, config.keep_last, config.max_steps) == (0, 0, 1000)

@@ -103,13 +103,6 @@ def test_a_start_in_a_higher_layer_replaces_the_one_in_env(place):
     assert any(re.search(r"INSTRUCT_CHECKPOINT.*, not .*PRETRAIN_CHECKPOINT.* or DPO_CHECKPOINT", note) for note in loaded.notes)
 
 
-def test_within_a_layer_the_usual_start_of_the_stage_counts():
-    env = "PRETRAIN_CHECKPOINT=base\nINSTRUCT_CHECKPOINT=chat\n"
-    assert plan(*SFT, env=env).start.folder == "base"
-    assert plan(*DPO, env=env).start.folder == "chat"
-    assert plan(*DPO, "--pretrain-checkpoint", "base", env=env).start.folder == "base"
-
-
 def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     loaded = plan("--run-name", "tuned", env="INSTRUCT_CHECKPOINT=chat\n")
     assert loaded.start.folder == STEP_5 and not_used(loaded) == ["INSTRUCT_CHECKPOINT=chat"]
@@ -118,18 +111,6 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
         error = refused("--run-name", "tuned", error=CheckpointError, **given)
         assert error.startswith("runs/tuned has a run at step-00000005 that started from base, but the settings would restart it from chat")
     assert plan("--run-name", "tuned", PRETRAIN_CHECKPOINT="base", env="INSTRUCT_CHECKPOINT=chat\n").start.folder == STEP_5
-
-
-def test_a_start_in_env_that_is_gone_does_not_stop_a_started_run():
-    loaded = plan("--run-name", "tuned", env="INSTRUCT_CHECKPOINT=gone\n")
-    assert loaded.start.folder == STEP_5 and not_used(loaded) == ["INSTRUCT_CHECKPOINT=gone"]
-
-
-def test_going_back_to_a_step_is_warned_of():
-    for given in ({"env": f"PRETRAIN_CHECKPOINT={STEP_3}\n"}, {"PRETRAIN_CHECKPOINT": STEP_3}, {"RESUME": STEP_3}):
-        loaded = plan("--run-name", "tuned", **given)
-        assert loaded.start.step == 3 and loaded.warnings[0] == f"{STEP_5} is not used, because the settings name {STEP_3}"
-        assert not_used(loaded) == []
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -163,13 +144,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning():
         make_plan(["--run-name", "tuned"], {}, Known(damaged={STEP_3: "b", STEP_5: "a"}))
 
 
-def test_a_model_of_the_hub_is_named_until_it_is_here():
-    flags = [*SFT, "--pretrain-checkpoint", "owner/model@main"]
-    assert plan(*flags).start == Start("from", named="owner/model@main", setting="pretrain_checkpoint", download="owner/model@main")
-    downloaded = make_plan(flags, {}, Known(hub={"owner/model@main": "base"}))
-    assert (downloaded.start.folder, downloaded.start.download, downloaded.config.dim) == ("base", None, 2048)
-
-
 def test_a_model_is_cut_by_a_flag_or_in_pretraining():
     cut = "N_LAYERS=1 keeps the first 1 of the 2 layers of base, with its embedding, norm and head"
     for loaded in (plan(*PRETRAIN, "--pretrain-checkpoint", "base", env="N_LAYERS=1\n"), plan(*SFT, "--pretrain-checkpoint", "base", "--n-layers", 1)):
@@ -192,22 +166,6 @@ def test_a_setting_of_a_start_needs_one_and_never_restarts_a_run(name, value):
         assert error.startswith(f"{name}={value} would restart the run in runs/tuned, which is at step 5. Choose another RUN_NAME")
     error = refused("--run-name", "new", "--resume", STEP_3, *flag, error=SettingsError)
     assert error.startswith(f"{name} conflicts with RESUME={STEP_3}, ") and f"set PRETRAIN_CHECKPOINT={STEP_3} and RESUME=auto" in error
-
-
-def test_the_command_with_which_a_run_was_reset_continues_it():
-    checkpoint_without_weights(Path("runs/reset"), 12, {"begun_from": STEP_3}, **TUNED | {
-        "PRETRAIN_CHECKPOINT": STEP_3, "RESET_OPTIMIZER": True, "START_STEP": 10})
-    loaded = plan(*SFT, "--run-name", "reset", "--pretrain-checkpoint", STEP_3, "--reset-optimizer", "--start-step", 10)
-    assert (loaded.start.step, loaded.start.is_own) == (12, True)
-    assert "START_STEP=11 would restart" in refused(*SFT, "--run-name", "reset", "--start-step", 11)
-
-
-def test_the_last_possible_starts_are_taken():
-    continued = plan(*SFT, "--run-name", "new", "--instruct-checkpoint", STEP_3, "--start-step", 2)
-    assert (continued.start.kind, continued.config.start_step) == ("continue", 2)
-    assert plan(*SFT, "--pretrain-checkpoint", "base", "--start-step", 3, "--max-steps", 4).config.start_step == 3
-    assert plan(*SFT, "--run-name", "new", "--instruct-checkpoint", STEP_5, "--max-steps", 6).start.step == 5
-    assert plan("--run-name", "new", "--resume", STEP_3, "--pretrain-checkpoint", "base").start.step == 3
 
 
 SCALED = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -286,18 +244,6 @@ def test_of_the_two_lengths_the_one_in_the_higher_layer_counts(run, env, flags, 
     assert loaded.config.epochs == epochs and ("max_steps" in loaded.deferred) == (epochs is not None)
     assert steps is None or loaded.config.max_steps == steps
     assert any(" replaces " in note for note in loaded.notes) == ("none" not in env)
-
-
-@pytest.mark.parametrize("epochs", ["-1", "0", "many"])
-@pytest.mark.parametrize("steps", ["", "MAX_STEPS=9\n"])
-def test_a_length_that_is_none_is_an_error_and_not_the_default(epochs, steps):
-    error = refused(*SFT, "--pretrain-checkpoint", "base", "--epochs", epochs, env=steps, error=SettingsError)
-    assert error.startswith(f"command line: EPOCHS={epochs}: ")
-
-
-def test_both_lengths_in_a_layer_are_an_error():
-    error = refused("--run-name", "tuned", env="MAX_STEPS=9\nEPOCHS=2\n", error=SettingsError)
-    assert error == "EPOCHS=2 and MAX_STEPS=9 are both set; keep one"
 
 
 def test_the_settings_before_a_restart_replace_env_and_files():
@@ -380,16 +326,6 @@ def test_other_ranks_get_all_that_the_facts_add():
                             untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
     again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
     assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
-
-
-def test_a_plan_is_the_same_twice_and_writes_nothing(folder):
-    def contents() -> list:
-        return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.name != ".env")
-
-    before = contents()
-    for flags, env in PLANS.values():
-        assert plan(*flags, env=env).to_json() == plan(*flags, env=env).to_json()
-    assert contents() == before
 
 
 def test_a_plan_needs_no_torch():

@@ -106,18 +106,6 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert marked == [("validation loss at step 10", [False, True]), ("stories accuracy at step 10", [False, True])], "bold only where a test says so"
 
 
-def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
-    a = write_run(tmp_path / "a", {}, [{"step": 24, "val_loss": 2.0}], scored(24, right[0]))
-    b = write_run(tmp_path / "b", {}, [{"step": 16, "val_loss": 3.0}], scored(16, right[1]))
-    found = comparison([a, b])
-    assert found["tests"] == [] and found["refused"] == [
-        f"{title}: a and b did not score the same items at the same step (last at 24 and 16), so there is no test"
-        for title in ("HellaSwag", "validation")]
-    row = found["results"][0]
-    assert (row["name"], row["better"]) == ("validation loss (last)", None), "no winner between different steps"
-    assert [cell["step"] for cell in row["cells"]] == [24, 16]
-
-
 def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     metrics = [{"step": 0, "val_loss": 3.0}, {"step": 10, "val_loss": 2.5}]
     runs = [write_run(tmp_path / name, {"SEED": seed, "LEARNING_RATE": rate}, metrics, scored(0, right[0]) + scored(10, right[0]))

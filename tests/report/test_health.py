@@ -79,14 +79,6 @@ def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     assert small[1]["val_loss"].rise() is None, "a rise of less than 1 % is trivial, however certain"
 
 
-def test_other_items_are_another_trend_and_one_item_proves_nothing():
-    _, followed = measured(7.0, 3.0)
-    trend, last = followed["val_loss"], followed["val_loss"].last
-    trend.add(last._replace(items="other", step=30))
-    assert (trend.first, trend.best) == (trend.last, trend.last) and trend.against(trend.first) is None and trend.rise() is None
-    assert measured(7.0, 3.0, n=1)[1]["val_loss"].rise() is None
-
-
 def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
     """The loss does not decide; the reference prefers no answer, so DPO begins at chance."""
     for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance, over 24 chats)."),

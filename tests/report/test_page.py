@@ -200,38 +200,6 @@ def test_the_page_and_the_terminal_write_numbers_alike(show):
     assert page.evaluate("measured(null, 0)[0]") == number_text(None) == "not finite"
 
 
-@pytest.mark.parametrize("seeds, lines", [(6, 2), (5, 10)])
-def test_six_runs_of_an_arm_are_averaged_and_fewer_are_a_line_each(show, seeds, lines):
-    runs = [run(f"{arm}{seed}", 0.1 * seed) for arm in "ab" for seed in range(seeds)]
-    data = report(*runs)
-    data["comparison"]["configurations"] = [{"name": arm, "runs": [each["name"] for each in runs if each["name"][0] == arm],
-                                             "n": seeds, "mean": 2.5, "stderr": 0.1} for arm in "ab"]
-    page = show(data)
-    page.evaluate("view.hidden.clear(); refresh()")
-    found = page.evaluate("charts.get('loss').lines.filter(({series}) => series.curve === 'train_loss').map((line) => line.color)")
-    assert (len(found), len({*found})) == (lines, 2), "in the colour of the arm"
-
-
-def test_an_update_keeps_zoom_focus_and_scroll_and_a_lost_connection_is_reopened(show):
-    page = show(report(run()), live=True)
-    page.locator("#settings summary").click()
-    page.locator("#chart-speed .plot").focus()
-    page.keyboard.press("+")
-    before = "[groups.get('steps').zoom, scrollY, document.activeElement.id, document.querySelector('#settings details').open]"
-    kept, later = page.evaluate(before), run()
-    later["curves"]["tokens_per_second"] = curve([*STEPS, 1010], lambda step: 9000)
-    later["samples"].append({"step": 1010, "prompt": "Once", "text": "something new"})
-    page.evaluate("data => fake.emit('data', data)", report(later))
-    assert page.evaluate(before) == kept and kept[0][0] > 10 and kept[1] > 0
-    assert "something new" in page.inner_text("#samples") and "9,000" in spoken(page, "speed")
-    page.clock.install()
-    page.evaluate("fake.readyState = 2; fake.emit('error')")
-    assert page.locator("#state").inner_text().endswith("connection lost, retrying")
-    page.clock.fast_forward(5000)
-    page.evaluate("fake.emit('open')")
-    assert page.evaluate("connections") == 2 and page.locator("#state").inner_text() == "▶ running · live"
-
-
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_and_the_page_fits_a_phone_and_a_desktop(show, violations, width, scheme):
     data = {390: report(failed_run()), 1440: report(run("a" * 80), run("second"))}[width]

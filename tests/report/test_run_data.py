@@ -7,11 +7,10 @@ import time
 import pytest
 from factories import TinyRun, stop_at
 
-from common.errors import CheckpointError
 from common.files import FileLock
 from common.text import without_control_tokens
 from extensions.report.goodput import KILLED
-from extensions.report.page import Report, as_text, render
+from extensions.report.page import Report, as_text
 
 
 def read(*folders) -> Report:
@@ -79,12 +78,6 @@ def test_the_report_shows_how_a_run_ended(folder, reason, state, sentence):
     assert (run["state"], run["sentence"]) == (state, sentence)
 
 
-def test_steps_whose_numbers_are_not_logged_yet_count(folder):
-    """With LOG_EVERY=10, a run that ends after step 7 has the line of step 5 at most."""
-    started(folder, {"time": time.time(), "step": 7, "event": "end", "reason": "STOP_STEP"})
-    assert read(folder).data()["runs"][0]["sentence"] == "stopped by STOP_STEP after 7 of 10 steps"
-
-
 def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
     with FileLock(folder / "run.lock") as lock:
@@ -116,23 +109,6 @@ def test_alarms_come_from_the_step_log_and_the_events(folder):
     assert [alarm["kind"] for alarm in read(folder).data()["runs"][0]["alarms"]] == ["loss spike", "step not finite", "step not finite"]
 
 
-def test_a_validation_that_is_not_finite_is_an_alarm_and_not_a_damaged_line(folder):
-    losses = {0: [7.0, 8.0], 2: [6.0, None], 4: [None, None]}
-    (folder / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "val_loss": None if None in values else 7.5 - step, "train_loss": None, "counted": 0}) + "\n"
-        for step, values in losses.items()))
-    (folder / "evaluations.jsonl").write_text("".join(
-        json.dumps({"step": step, "name": "validation", "items": "a", "kind": "rows", "n": 2, "loss": values, "count": [3, 3]}) + "\n"
-        for step, values in losses.items()))
-    run, = read(folder).data()["runs"]
-    assert "invalid, left out" not in dict(run["facts"]) and "train_loss" not in run["curves"], "a step without targets has no loss"
-    assert [(alarm["step"], alarm["kind"], alarm["text"]) for alarm in run["alarms"]] == [
-        (step, "validation not finite", f"the scores of {bad} of 2 rows are NaN or infinite") for step, bad in ((2, 1), (4, 2))]
-    assert run["health"][0] == (False, "Diverged: validation loss 7.500 → not finite.")
-    started(folder, {"time": time.time() - 40, "step": 0, "event": "start"})
-    assert len(read(folder).data()["runs"][0]["goodput"]["interruptions"]) == 1, "also without a timed step"
-
-
 @pytest.mark.parametrize("value", ['"high"', "NaN", "1" + "0" * 400])
 def test_only_the_value_that_is_not_a_number_is_left_out_and_counted(folder, value):
     lines = [f'{{"step": {step}, "train_loss": {value if step == 500 else 1.5}, "grad_norm": 0.5}}\n' for step in range(1, 1501)]
@@ -161,18 +137,6 @@ def test_a_failed_run_reports_the_failure_the_last_save_and_the_replay_command(f
     assert read(folder).data()["runs"][0]["failure"] is None
 
 
-def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
-    for folder, words in ((tmp_path / "none", "none does not exist; name the folder of a run"), (tmp_path, "is not a run: it has neither")):
-        with pytest.raises(CheckpointError, match=words):
-            Report([folder])
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="is not a run"):
-        Report([tmp_path])
-    (tmp_path / "config.json").write_text("nonsense")
-    with pytest.raises(CheckpointError, match="invalid: config.json"):
-        Report([tmp_path])
-
-
 @pytest.mark.parametrize("recorded, shown", [
     ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWho is Tim?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "user\nWho is Tim?\nassistant"),
     ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nA\n\nB<|im_end|>\n<|im_start|>assistant\n", "system\nBe kind.\nuser\nA\n\nB\nassistant"),
@@ -181,40 +145,3 @@ def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
 def test_prompts_read_as_words(recorded, shown):
     """Those of Llama 3, ChatML, Mistral, DeepSeek and Gemma; what is no control token stays."""
     assert without_control_tokens(recorded) == shown
-
-
-def write_long(folder, steps: int, every: int) -> None:
-    """A run with 40 metrics in each logged line, and everything else that a page shows in quantity."""
-    from random import Random
-
-    rng, names = Random(0), [f"metric_{number}" for number in range(34)]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"MAX_STEPS": steps}))
-    with open(folder / "metrics.jsonl", "w") as metrics:
-        for step in range(every, steps + 1, every):
-            values = {name: rng.random() * 1e6 for name in names}
-            known = {"time": 1e9 + step, "step_seconds": 0.5, "train_loss": rng.random(), "learning_rate": 1e-4 * rng.random(),
-                     "grad_norm": rng.random(), "tokens_per_second": 1e6 * rng.random(), "mfu": rng.random()}
-            if step == steps // 2 // every * every:
-                known["train_loss"] = 1234.5
-            metrics.write(json.dumps({"step": step, **known, **values}) + "\n")
-    with open(folder / "samples.jsonl", "w") as samples:
-        for number in range(1000):
-            samples.write(json.dumps({"step": number * 10, "prompt": "Once", "text": "upon a time " * 30}) + "\n")
-
-
-def check_size(*folders) -> None:
-    report = read(*folders)
-    data = report.data()
-    assert len(render(data).encode()) < 1_000_000
-    for run in data["runs"]:
-        curve = run["curves"]["train_loss"]
-        assert 75 <= len(curve["x"]) + len(curve["fine"]["x"])  # half of them show the last tenth
-        assert max(curve["high"]) == pytest.approx(1234.5, rel=1e-3) and curve["x"] == sorted(set(curve["x"]))
-        assert max(curve["y"]) < 200 and run["recent"]["tokens_per_second"] > 0
-        assert run["samples"][-1]["step"] == 9990 and len(run["samples"]) <= 40
-
-
-def test_a_page_of_several_long_runs_stays_small(tmp_path):
-    write_long(tmp_path / "a", 10_000, 2)
-    check_size(*[tmp_path / "a"] * 5)

@@ -1,12 +1,5 @@
 """Apple's GPUs and ROCm, simulated: no such device is here."""
 
-import ast
-import io
-import subprocess
-import sys
-from contextlib import redirect_stdout
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,17 +12,13 @@ import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
-from extensions.report.console import describe_hardware
 from learn import objectives
 from learn.optim import Optimizer
-from model_kernels import attention, head, matmul
-from model_kernels.attention import choose_kernel
-from model_kernels.head import HeadGradients, slices
+from model_kernels import matmul
+from model_kernels.head import HeadGradients
 from parallel.process import why_no_kernels
 from run.facts import prepare_device
-from scripts import doctor
 
-ROOT = Path(__file__).resolve().parents[2]
 MPS = torch.device("mps")
 
 
@@ -43,84 +32,6 @@ def test_auto_takes_cuda_then_mps_then_the_cpu(seen, chosen, monkeypatch):
     if "mps" not in seen:
         with pytest.raises(SettingsError, match="DEVICE=mps, but torch sees no such GPU"):
             model_utils.choose_device(RunConfig(device="mps"))
-
-
-# Compute capability and GiB.
-CARDS = {"V100": ((7, 0), 32), "T4": ((7, 5), 16), "A100": ((8, 0), 80), "RTX 4090": ((8, 9), 24), "H100": ((9, 0), 80),
-         "H200": ((9, 0), 141), "B200": ((10, 0), 180), "RTX 5090": ((12, 0), 32)}
-WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of torch 2.13 for CUDA 13; a 4090 runs the code of sm_86
-SHAPES = {"174M": dict(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048, micro_batch_size=32, max_seq_len=2048),
-          "1B": dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, micro_batch_size=4, max_seq_len=4096)}
-
-
-@pytest.fixture
-def plug_in(monkeypatch):
-    """Let torch see one of CARDS; what a wheel of torch cannot tell, a trial of a kernel, succeeds for all that it contains."""
-    def plug_in(card: str) -> None:
-        capability, gibibytes = CARDS[card]
-        properties = SimpleNamespace(name=card, major=capability[0], minor=capability[1], total_memory=gibibytes * 2**30)
-        for name, value in {"is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": capability,
-                            "get_device_name": card, "get_device_properties": properties, "get_arch_list": WHEEL}.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(attention, "CHOSEN", set())
-        monkeypatch.setattr(attention, "trial", lambda kernel, *_: "not installed" if kernel in ("flash-2", "flash-3") else None)
-        monkeypatch.setattr(model_utils, "why_no_kernel", lambda device_type: None)
-        monkeypatch.setattr(model_utils.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
-        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-        attention._choose.cache_clear()
-
-    yield plug_in
-    attention._choose.cache_clear()
-
-
-def findings_of_doctor(monkeypatch) -> list[str]:
-    """The states of doctor's lines about the GPU; its probe runs in this process, which sees the card."""
-    def run(command, **_):
-        with redirect_stdout(io.StringIO()) as output:
-            exec(command[2], {})
-        return subprocess.CompletedProcess(command, 0, output.getvalue(), "")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(doctor.subprocess, "run", run)
-        return [finding.state for finding in doctor.check_torch() if finding.subject == "GPU"]
-
-
-def row_of(card: str, monkeypatch) -> str:
-    """The row of a card in docs/gpu.md: what doctor, --check and a run choose on it."""
-    (major, minor), gibibytes = CARDS[card]
-    cells = [card, f"{major}.{minor}, {gibibytes} GiB", findings_of_doctor(monkeypatch)[-1]]
-    settings = [Config(**shape, device="cuda", total_batch_size=shape["micro_batch_size"] * shape["max_seq_len"],
-                       tie_embeddings=True) for shape in SHAPES.values()]
-    if cells[-1] == "FAIL":
-        with pytest.raises(SettingsError, match=f"{card}: this torch has no kernels for .* 7.0, only for sm_75 .*DEVICE=cpu"):
-            prepare_device(settings[0])
-        return f"| {' | '.join([*cells, *6 * ['refused']])} |"
-    device = prepare_device(settings[0])
-    dtype = model_utils.choose_dtype(settings[0], device.type)
-    chosen = {purpose: choose_kernel(purpose, settings[0], device, dtype) for purpose in ("causal", "documents", "window")}
-    text = describe_hardware(settings[0], device, dtype)  # in --check and in the log of a run
-    assert f"{str(dtype).removeprefix('torch.')} with" in text and f"kernel {chosen['documents']}" in text
-    is_compiled = "; compiled" in text
-    assert is_compiled == (model_utils.why_not_compile(settings[0], "cuda") is None)
-    chunks = []
-    for config in settings:
-        model = SimpleNamespace(vocab_size=128_256, head=SimpleNamespace(positions=None))
-        head.choose_head_chunk(model, config, dtype.itemsize, device)
-        tokens = model.head.positions or head.tokens_in_chunk(config.head_chunk_tokens, 128_256, "cuda")
-        chunks.append(str(len(slices(config.micro_batch_size * config.max_seq_len, tokens))))
-    cells += [str(dtype).removeprefix("torch."), *chosen.values(), ", ".join(chunks), "yes" if is_compiled else "no"]
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_table_of_cards_agrees_with_the_code(plug_in, monkeypatch):
-    """The rows of docs/gpu.md."""
-    rows = []
-    for card in CARDS:
-        plug_in(card)
-        rows.append(row_of(card, monkeypatch))
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert "\n".join(rows) in page, "docs/gpu.md needs these rows:\n" + "\n".join(rows)
 
 
 @pytest.mark.parametrize(("built", "capability", "runs"), [
@@ -223,18 +134,3 @@ def test_rocm_does_without_the_matmul_that_only_cuda_has(hip, monkeypatch):
     gradients = HeadGradients(half, torch.zeros(3, 2), None)
     gradients.add(slice(0, 4), on("cuda", half.new_ones(4, 3)), half, half[:3])
     assert calls == ([] if hip else [torch.float32]) and torch.all(gradients.learned == (4 if hip else 0))
-
-
-def test_nothing_calls_cuda_when_it_is_imported():
-    """A torch for another device may have none of its functions."""
-    def calls(node):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.Lambda, ast.AsyncFunctionDef)):
-                continue
-            if isinstance(child, ast.Call) and ast.unparse(child.func).startswith(("torch.cuda.", "torch.mps.")):
-                yield ast.unparse(child)
-            yield from calls(child)
-
-    files = [path for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")) if "tests" not in path.relative_to(ROOT).parts]
-    assert len(files) > 100
-    assert not {str(path): found for path in files if (found := [*calls(ast.parse(path.read_text()))])}

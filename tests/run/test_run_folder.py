@@ -1,7 +1,6 @@
 """The run folder: a refused start changes no file, and the files of a run stay together."""
 
 import errno
-import math
 import os
 import re
 import shutil
@@ -24,9 +23,7 @@ from factories import (
 )
 
 from checkpoint import store
-from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError
-from learn.objectives import NextToken
 from run import build as run_build
 from run import folder as run_folder
 
@@ -97,18 +94,6 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
     assert contents(finished.output_dir) == before
     if other:
         other.close()
-
-
-@pytest.mark.parametrize("unnamed", [False, True])
-def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_path):
-    run = TinyRun(prepared, tmp_path / "all" / "runs", **UNMEASURED, PRETRAIN_CHECKPOINT=others["SMALL"])
-    if unnamed:
-        del run.settings["RUN_NAME"]
-    assert run.train() == 5
-    assert not (tmp_path / "all").exists()
-    run.output_dir.mkdir(parents=True)
-    assert run.train() == 5
-    assert list(run.output_dir.iterdir()) == [], "what was there stays"
 
 
 @pytest.mark.parametrize("resume", ["auto", "step-00000006"])
@@ -194,20 +179,6 @@ def test_a_run_that_dies_after_the_move_is_restarted_by_the_next_command_with_a_
     assert list(finished.column("train_loss")) == [7, 8]
     capsys.readouterr()
     assert finished.train() == 0 and "starts from the beginning" not in capsys.readouterr().err
-
-
-def test_settings_that_another_has_put_beside_are_left_alone(finished):
-    foreign = finished.folder / "configs" / "step-of-mine.json"
-    foreign.write_text("{}")
-    assert finished.train(MAX_STEPS=7) == 0 and foreign.exists()
-
-
-def test_two_runs_are_moved_aside_in_one_second(finished, whole, monkeypatch):
-    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
-    for _ in range(2):
-        assert finished.train(RESUME="never", MAX_STEPS=2) == 0
-    assert {path.name for path in finished.folder.glob("before-*")} == {"before-now", "before-now-2"}
-    assert (finished.folder / "before-now" / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
 
 
 def test_a_preempted_run_does_not_advise_to_move_itself_aside(tiny_run, capsys):
@@ -300,16 +271,6 @@ def test_a_disk_that_cannot_do_what_a_save_does_is_found_before_the_first_step(r
     assert "Step [" not in text.out and run.steps_saved() == []
 
 
-def test_a_stopped_run_can_be_renamed(tiny_run, prepared, whole, tmp_path):
-    run = tiny_run(**UNMEASURED)
-    with stop_at(3):
-        assert run.train() == 143
-    run.folder.rename(run.folder.with_name("new"))
-    moved = TinyRun(prepared, run.folder.parent, **UNMEASURED, RUN_NAME="new")
-    assert moved.train() == 0
-    assert_same_run(moved, whole, 6)
-
-
 def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, prepared, whole, capsys):
     """Which has taken the name of a folder that was renamed: nothing of it changes, and nothing is lost."""
     run = tiny_run(**UNMEASURED)
@@ -327,20 +288,6 @@ def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, prepared, whol
     assert run.train(RUN_NAME=name) == 0
     moved = TinyRun(prepared, run.folder.parent, **UNMEASURED, RUN_NAME=name)
     assert_same_run(moved, whole, 6, logs=())
-
-
-def test_a_bad_step_of_a_run_whose_folder_was_deleted_saves_the_state_before_it(tiny_run, monkeypatch, capsys):
-    run, loss_sum = tiny_run(**UNMEASURED, SAVE_EVERY=1, ASYNC_SAVE="false"), NextToken.loss_sum
-
-    def bad_loss_sum(self, *arguments):
-        summed = loss_sum(self, *arguments)
-        return summed._replace(total=summed.total * (math.nan if ACTIVITY.step == 3 else 1))
-
-    monkeypatch.setattr(NextToken, "loss_sum", bad_loss_sum)
-    with at_step(3, lambda: shutil.rmtree(run.folder)):
-        assert run.train() == 4
-    assert "The state after step 2 is saved in a new folder" in capsys.readouterr().err
-    assert run.steps_saved() == [2]
 
 
 def delete_in_step(step: int, folder: Path) -> None:

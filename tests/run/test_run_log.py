@@ -1,8 +1,5 @@
 import json
-import os
-import re
 import shlex
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,9 +12,8 @@ from common.text import print_traceback, show
 from config import Config
 from extensions.trackers import start_trackers
 from run import log as run_log
-from run.log import RunLog, console_line, keep_lines
+from run.log import RunLog, console_line
 
-ROOT = Path(__file__).resolve().parents[2]
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
            "tokens_per_second": 12345.4, "mfu": 0.4123, "peak_memory_bytes": 2**30}
 
@@ -360,49 +356,4 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_sa
     assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
 
 
-@pytest.mark.slow
-def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
-    """In a separate process, because wandb leaves threads and a service behind."""
-    pytest.importorskip("wandb")
-    code = f"""if True:
-        import sys
-        sys.path.insert(0, {str(ROOT)!r})
-        from pathlib import Path
-        from config import Config
-        from run.log import RunLog
-        from extensions.trackers import start_trackers
-        log = RunLog(Config(wandb_enabled=True), 0, "cpu")
-        log.open(Path("run"))
-        log.trackers = start_trackers(log, "canaries")
-        for step in (1, 2, 3):
-            log.sample(step, "Once", " upon")
-            log.step({{"step": step, "train_loss": 1.0 / step, "val_loss": 1.0}})
-        Path("run/report.html").write_text("<html>")
-        log.close()
-    """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env={**environ, "HF_TOKEN": "canary-hf", "WANDB_API_KEY": "canary-wandb", "WANDB_MODE": "offline",
-                               "HOME": "/proc/none"})
-    assert done.returncode == 0 and "off for the rest" not in done.stderr, done.stderr
-    (command,) = re.findall("Upload to wandb: (.*)", done.stdout)
-    shown = subprocess.run(f"{command} --dry-run", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environ)
-    assert "Would sync 1 run(s)" in shown.stderr and "/offline-run-" in shown.stderr, shown.stderr
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
-    assert not any(b"canary" in path.read_bytes() for path in files)
-
-
 # The lines of an interrupted run
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])
-@pytest.mark.parametrize("unreadable", [b"", b"{}\n", b'{"step": true}\n', b"[" * 100_000 + b"\n", b"\xff\xfe\n"], ids=lambda line: line[:9].decode(errors="replace"))
-def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(unreadable, torn, tmp_path):
-    path, lines, warnings = tmp_path / "metrics.jsonl", [b'{"step": 0}\n', b'{"step": 1, "text": "\xc3\xa9"}\n'], []
-    path.write_bytes(lines[0] + unreadable + lines[1] + torn)
-    assert [entry.step for entry, _ in keep_lines(path, lambda entry: True, warnings.append)] == [0, 1]
-    assert path.read_bytes() == b"".join(lines)
-    aside = tmp_path / "metrics.jsonl.bad"
-    assert warnings == ([f"{path}: 1 unreadable line moved to {aside.name}"] if unreadable else [])
-    assert (aside.read_bytes() if unreadable else b"") == unreadable and len([*tmp_path.iterdir()]) == 1 + bool(unreadable)

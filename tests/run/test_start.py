@@ -73,24 +73,6 @@ def test_a_run_with_steps_is_not_restarted_from_another_start_and_every_remedy_w
         assert list(copy.column("train_loss")) == [1, 2] or "another" in settings_of(way).values()
 
 
-@pytest.mark.parametrize(("mode", "before", "changes", "ways"), [
-    ("lora-sft", {}, {"LORA_RANK": 8}, 2), ("sft", {"RUN_NAME": "base"}, {}, 2), ("pretrain", None, {"SEED": 7}, 3)])
-def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes, ways, stages, tmp_path, capsys):
-    """Adapters of another rank, a base of another shape, the folder of the base itself, a checkpoint of another seed."""
-    shutil.copytree(stages.base.parent.parent, tmp_path / "base")
-    run = stages.run("sft" if mode == "pretrain" else mode, tmp_path, **UNMEASURED, MAX_STEPS=3)
-    if mode == "pretrain":
-        run.settings |= TinyRun(stages.prepared, tmp_path, **UNMEASURED).settings | {"MAX_STEPS": 3, "TRAINING_STAGE": mode}
-    if before == {}:
-        assert run.train(MAX_STEPS=1) == 0
-    assert run.train(**before or {}, **changes) == 5
-    offered = ways_out(capsys.readouterr().err)
-    assert len(offered) == ways
-    for number, way in enumerate(offered):
-        fresh = {"RUN_NAME": f"way-{number}"} if before is None else {}
-        assert run.train(**{**(before or {}), **changes, **fresh, **settings_of(way)}) == 0, way
-
-
 class Tree:
     """A folder with a base and runs that start from it; the folder, or the base alone, is moved."""
 
@@ -280,29 +262,6 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
         assert (reference(tokens_BT).logits - model(tokens_BT, mode="logits")[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("damage, message", [
-    ("retrained", " there and "), ("alone", "no tokenizer to compare with")])
-def test_a_larger_tokenizer_of_another_family_is_no_start(damage, message, stages, more_tokens, tmp_path, capsys):
-    """Its ids mean something else to the model."""
-    base, tokenizer = model_from_elsewhere(stages, tmp_path / "base"), tmp_path / "tokenizer"
-    shutil.copytree(more_tokens.tokenizer, tokenizer)
-    if damage == "alone":
-        (base / "tokenizer.json").unlink()
-    document = json.loads((tokenizer / "tokenizer.json").read_text())
-    if damage == "retrained":
-        vocabulary = document["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (tokenizer / "tokenizer.json").write_text(json.dumps(document))
-    options = PreparationOptions(str(tokenizer), "auto", 100_000, 0.1, workers=1)
-    chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "chats", options)
-    run = of_more_tokens(stages, MoreTokens(tokenizer, chats, 0), "sft", tmp_path / "runs", PRETRAIN_CHECKPOINT=base)
-    capsys.readouterr()
-    assert run.train() == 5
-    error = capsys.readouterr().err
-    assert message in error and "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added" in error
-    assert not run.folder.exists()
-
-
 def test_sft_from_random_weights_needs_random_init(stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
     del run.settings["PRETRAIN_CHECKPOINT"]
@@ -330,24 +289,6 @@ def test_every_file_has_the_permissions_that_the_user_asks_for(tmp_path):
     assert {"optimizer.safetensors", "adapter_model.safetensors", "rank-0.safetensors"} <= {
         path.name for path in files}
     assert [str(path) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask] == []
-
-
-def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch):
-    """In proportion to 1 / DIM below that of the recipes, as in muP; a resumed run keeps its rate, and a given rate is kept."""
-    run, recipe = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1), 2e-5
-    learning_rate = run.settings.pop("LEARNING_RATE")
-
-    def trained(**changes) -> dict:
-        assert run.train(**changes) == 0
-        return read_model_json(tmp_path / changes.get("RUN_NAME", run.folder.name) / "config.json")
-
-    settings = trained()
-    scaled = pytest.approx(recipe * 2048 / settings["DIM"], rel=0.05)
-    assert settings["LEARNING_RATE"] == scaled
-    monkeypatch.setattr("plan.derived.RECIPE_WIDTH", settings["DIM"])
-    assert trained(MAX_STEPS=2)["LEARNING_RATE"] == scaled, "a resumed run"
-    assert trained(RUN_NAME="wide")["LEARNING_RATE"] == recipe
-    assert trained(RUN_NAME="given", LEARNING_RATE=learning_rate)["LEARNING_RATE"] == learning_rate
 
 
 def test_a_saved_model_stops_at_the_end_of_turn_that_its_template_writes(stages, tmp_path):

@@ -82,14 +82,6 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     prepare_set("chats", str(file), tmp_path / "chats", PreparationOptions(str(prepared.tokenizer), "auto", 10_000, 0, workers=1))
 
 
-@pytest.mark.parametrize("line, words", [
-    ("/rest", "/rest; the commands are /retry /undo /reset"), ("/temperature nan", "not 'nan'"), ("/save x", "no answer to save"),
-    ("word " * 4096, "too long: ")])
-def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
-    code, out, err = chat(f"{line}\nHi\n", folder)
-    assert (code, out) == (3 if "word" in line else 2, "") and words in err and "Traceback" not in err
-
-
 def test_a_model_without_a_template_continues_text_with_one_note(chat, folder, tmp_path, tokenizer):
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     (base / "chat_template.jinja").unlink()

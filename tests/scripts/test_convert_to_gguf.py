@@ -18,7 +18,7 @@ from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
 from scripts.import_checkpoint import import_checkpoint, read_gguf
-from tokenizer import PATTERN, Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_factor": 8.0, "rope_original_max_len": 64, "rope_theta": 10_000.0},
           "llama 3.1": {"rope_scaling_factor": 8.0}, "linear": {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "narrow": {"dim": 48, "head_width": 12},
@@ -198,16 +198,6 @@ def test_a_file_with_sentencepieces_is_imported_with_the_ids_of_transformers(ggu
     assert_equal_ids(ours, theirs)
     assert (ours.bos_id, ours.eos_id, ours.adds_start) == (1, 2, True) and theirs.encode("at")[0] == 1
     assert tokens.index("\u2581tent") in ours.encode("the tent")
-
-
-def test_a_tokenizer_that_is_not_known_must_be_named(gguf, tmp_path, monkeypatch):
-    folder, file = save(tmp_path / "model"), tmp_path / "f16.gguf"
-    monkeypatch.setitem(script.PRE_TOKENIZERS, (PATTERN, True), "tekken")
-    script.convert(folder, file, "f16")
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"not supported \(model 'gpt2', pre 'tekken'\); name the model's own with --tokenizer"):
-        import_checkpoint(file, tmp_path / "out")
-    import_checkpoint(file, tmp_path / "out", str(folder))
 
 
 @pytest.mark.parametrize("kind, error", [("f32", 1e-3), ("q8_0", 1e-2)])

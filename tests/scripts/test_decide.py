@@ -57,23 +57,6 @@ def test_a_comparison_is_killed_and_resumed(prepared, tmp_path):
     assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
 
 
-@pytest.mark.slow
-def test_two_files_with_one_recipe_are_the_same_recipe_and_a_budget_ends_it(prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
-    flags = [flag for flag in run.argv() if not flag.startswith(("--run-name", "--log-every", "--keep-last", "--max-steps"))]
-    for name, lines in (("a", "MAX_STEPS=1\n"), ("b", "MAX_STEPS=1\nKEEP_LAST=2\n"), ("c", "MAX_STEPS=2\n")):
-        (tmp_path / f"{name}.env").write_text(lines)
-    same = python("scripts/decide.py", tmp_path / "a.env", tmp_path / "b.env", *flags)
-    assert same.returncode == 0, same.stderr
-    assert "a and b are the same recipe: with seed 1337, all steps are equal" in same.stdout
-    unequal = python("scripts/decide.py", tmp_path / "a.env", tmp_path / "c.env", "--budget", "0.00001", *flags)
-    assert unequal.returncode == 0, unequal.stderr
-    assert "(c has 2.00 times the tokens and 2.00 times the FLOPs of a)" in unequal.stdout
-    assert "1 pair so far, the budget of 1e-05 h does not allow another" in unequal.stdout
-    equal = python("scripts/decide.py", "--vary", "total_batch_size=64,128", "--equal=tokens", "--pairs=1", *flags, "--max-steps=4")
-    assert equal.returncode == 0 and "tokens" not in equal.stdout.split("validation loss")[1], equal.stdout + equal.stderr
-
-
 def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
     for flags, reason in (([], "name the arms"), (["--vary", "learning_rate=0.1"], "two or more arms"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import runpy
 import shutil
 import sys
@@ -14,7 +13,7 @@ import torch
 from commands import ROOT
 from factories import start, tiny_model_folder
 
-from common.errors import CheckpointError, DataError, SettingsError
+from common.errors import DataError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.decide import compare_items
 from extensions.report.items import read_item_scores
@@ -176,17 +175,6 @@ def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp
     assert f"was made for {longest:,} tokens, and is evaluated on up to MAX_SEQ_LEN=2,000" in capsys.readouterr().err
 
 
-def test_nothing_to_evaluate_is_an_error_that_lists_the_flags(model, tmp_path):
-    with pytest.raises(SettingsError, match="nothing to evaluate: .*--data, .*--hellaswag, .*--eval-tasks.*--tasks"):
-        evaluate(model, output=tmp_path / "found.json")
-    with pytest.raises(CheckpointError, match="there is no checkpoint 'nowhere'"):
-        evaluate("nowhere", output=tmp_path / "found.json")
-    with pytest.raises(SettingsError, match="unknown flag --helaswag"):
-        evaluate(model, "--helaswag", "x", output=tmp_path / "found.json")
-    with pytest.raises(DataError, match="nowhere"):
-        evaluate(model, "--data", "nowhere", output=tmp_path / "found.json")
-
-
 @pytest.fixture
 def task(prepared, tmp_path) -> tuple[str, ...]:
     """The flags for a task of lm-evaluation-harness on our items, with its own wording of HellaSwag; without a network."""
@@ -200,27 +188,6 @@ def task(prepared, tmp_path) -> tuple[str, ...]:
         "dataset_path": "json", "training_split": None,
         "dataset_kwargs": {"data_files": {"validation": str(file)}, "cache_dir": str(tmp_path / "cache")}}))
     return "--tasks", "own_items", "--include-path", str(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # the harness warns of its own ways
-def test_core_needs_its_bundle_and_stands_in_the_table(whole, tmp_path, capsys):
-    """Each item comes twice, with either answer: whatever the model prefers, it is right once."""
-    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
-    (tmp_path / "core.yaml").write_text("icl_tasks: [{label: twice, dataset_uri: a.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}]")
-    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ntwice,25\n")
-    (tmp_path / "eval_data").mkdir()
-    items = [{"query": f"{number} and", "choices": ["one", "two more"], "gold": gold} for number in range(4) for gold in (0, 1)]
-    (tmp_path / "eval_data" / "a.jsonl").write_text("\n".join(map(json.dumps, items)))
-    core = (whole.checkpoint(6), "--tasks", "core", "--hellaswag-every", 0, "--validate-every", 0)
-    found = evaluate(*core, "--include-path", tmp_path, output=tmp_path / "found.json")["metrics"]
-    assert found["core_twice_acc"] == 0.5 and found["core"] == found["core_twice_centered"] == pytest.approx(1 / 3)
-    assert re.search(r"\nCORE   centered  0.3333  0.25\d\d  0.0000  1\n", capsys.readouterr().out)
-    with pytest.raises(DataError, match="nowhere.*eval_bundle.zip"):
-        call(*core, "--include-path", tmp_path / "nowhere")
-    for wrong in ((), ("--include-path", tmp_path, "--num-fewshot", 0)):
-        with pytest.raises(SystemExit):
-            call(*core, *wrong)
 
 
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways

@@ -15,7 +15,6 @@ import torch
 from commands import ROOT
 from factories import wait_until
 
-from model_kernels import attention
 from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
@@ -99,16 +98,6 @@ def test_only_a_missing_device_skips_the_other_parts(device, outcome, suite):
         assert found["good"]["error"] == found["absent"]["error"] == "skipped: torch finds no cuda device"
 
 
-def test_a_process_that_cannot_start_is_a_fault(suite, monkeypatch):
-    def no_process(*_, **__):
-        raise OSError(12, "Cannot allocate memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu_suite.subprocess, "Popen", no_process)
-        assert suite(part("good"))["good"]["error"] == "OSError: [Errno 12] Cannot allocate memory"
-    assert suite(part("good"), output="after")["good"]["ok"]
-
-
 def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
     """SIGTERM: the parts that run are stopped and reported, the others are skipped."""
     def stop() -> None:
@@ -139,32 +128,6 @@ def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):
     assert suite(part("good"), minutes=0.001, output="late")["good"]["error"] == "skipped: no time left"
 
 
-def null_output(steps: int, waits: int = 1, grows: int = 0, recompiles_in: int = 0) -> str:
-    """What a run on the null GPU prints: the line of a step comes at the end of its train_step."""
-    lines = []
-    for step in range(steps):
-        lines += ["UserWarning: called a synchronizing CUDA operation"] * (waits if step else 50)
-        lines += ["Recompiling function forward in model.py"] * (step == recompiles_in)
-        lines.append(f"NULL peak {10 * 2**20} reserved {2**20 * (20 + grows * step)}")
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("name, code, changes, faults", [
-    ("SFT", 0, {}, []), ("SFT", 3, {}, ["exit code 3"]), ("SFT", 0, {"waits": 2}, ["2 waits"]), ("KTO", 0, {"waits": 2}, []),
-    ("SFT", 0, {"grows": 1}, []), ("SFT", 0, {"grows": 6}, ["18 MiB more reserved"]), ("SFT", 0, {"recompiles_in": 1}, []),
-    ("SFT", 0, {"recompiles_in": 4}, ["1 recompilations"]), ("SFT", 1, {"steps": 0}, ["exit code 1", "inf waits"])])
-def test_the_nightly_run_without_a_gpu_finds_what_it_looks_for(name, code, changes, faults):
-    from scripts.gpu.null.nightly import outcome_of
-
-    assert outcome_of(code, null_output(**{"steps": 6} | changes)).faults(name) == faults
-
-
-def test_every_part_has_its_code():
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
-    assert all(part.name in done.stdout for part in gpu_suite.PARTS)
-    assert {part.name for part in gpu_suite.PARTS} == set(parts.PARTS)
-
-
 def test_the_driver_needs_the_standard_library_only():
     """It must report it if pydantic or torch is missing."""
     code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
@@ -185,17 +148,6 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
     assert gpu_suite.read_figures(task.notes, "parity", task.notes.stat().st_size) == ({}, [], None)  # of a later call
-
-
-def test_a_machine_without_git_and_nvidia_smi_is_recorded_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    for commit in ("", "abc"):
-        monkeypatch.setenv("PADDOCK_COMMIT", commit)
-        task = parts.Task("header", "cpu", True, tmp_path, 60, tmp_path / f"figures{commit}")
-        parts.header(task)
-        assert task.figures()["commit"] == (commit or "unknown") and "CPU" in task.figures()["device"]
-        kernels = " ".join(name for name, value in task.figures().items() if value == "chosen")
-        assert all(f" for {purpose} in " in kernels for purpose in attention.ORDERS)
 
 
 # What torch, numpy and safetensors need, and what can be carried to a machine without a network.

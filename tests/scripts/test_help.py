@@ -3,7 +3,6 @@
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -59,15 +58,6 @@ def test_a_script_prints_its_help_and_version(script, run):
     assert [line for line in text.splitlines() if len(line) > HELP_COLUMNS] == []
     assert run(script, "--version") == (0, f"Paddock {__version__}\n")
     assert files() == before
-
-
-def test_the_help_needs_no_torch():
-    code = "import runpy, sys\nsys.path.insert(0, 'scripts')\nsys.argv[1:] = ['--help']\nfor script in {}:\n    try:\n        runpy.run_path(script, run_name='__main__')" \
-           "\n    except SystemExit:\n        assert 'torch' not in sys.modules, script"
-    fast = [str(path) for path in (TRAIN, *PYTHON) if path.name in ("train.py", "run.py", "launch.py", "make_sample.py", "pipeline.py")
-            or path.name.startswith(("load_", "train_tok", "verify_checkpoint", "replay", "evaluate", "write", "suite", "benchmark.py"))]
-    done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_one_dash_is_no_call_for_help(capsys):

@@ -178,22 +178,6 @@ def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
     assert "given twice, as corpus and by --source" in clone.paddock("prepare", "text", "corpus", "--source=other", code=2, **python)
 
 
-def test_arguments_are_passed_on_as_they_are_and_the_folder_stays(clone):
-    clone.with_environment()
-    here = clone.elsewhere / "here"
-    here.mkdir()
-    for name in ("corpus", "debug", "x[1].jsonl"):
-        (here / name).mkdir()
-    for words, expected in ((["prepare", "text", "x[1].jsonl"], ["--source", "x[1].jsonl"]),
-                            (["train", "--preset", "debug", "--source", "./corpus"], ["--preset", "debug", "--source", "./corpus"])):
-        clone.paddock(*words, cwd=here)
-        assert clone.calls()[-1][1:3] == [expected, str(here)]
-    link = clone.elsewhere / "bin" / "paddock"
-    link.symlink_to(clone.root / "paddock")
-    subprocess.run([link, "runs"], cwd=here, env={"PATH": "/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")}, check=True)
-    assert clone.calls()[-1][2] == str(here)
-
-
 def test_without_an_environment_one_is_made_once(clone):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("a GPU is here")
@@ -257,19 +241,6 @@ def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     shutil.copytree(template, plain, symlinks=True)
     clone.paddock("runs", VIRTUAL_ENV=str(plain), PATH=f"{plain / 'bin'}:/usr/bin:/bin")
     assert clone.calls()[-1][3] == str(clone.root / ".venv")
-
-
-def test_the_image_is_set_up_with_what_the_dockerfile_has_copied_by_then(clone):
-    image = clone.elsewhere / "image"
-    first, *_ = (ROOT / "Dockerfile").read_text(encoding="utf-8").split("set_up")
-    for words in re.findall(r"^COPY (.*)$", first, re.MULTILINE):
-        *names, target = words.split()
-        (image / target).mkdir(parents=True, exist_ok=True)
-        for path in (path for name in names for path in ROOT.glob(name)):
-            shutil.copytree(path, image / target, dirs_exist_ok=True) if path.is_dir() else shutil.copy(path, image / target)
-    done = subprocess.run(["bash", "-c", ". scripts/setup.sh && set_up requirements.txt"], cwd=image, text=True, capture_output=True,
-                          env={"PATH": f"{clone.elsewhere / 'bin'}:/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")})
-    assert done.returncode == 0 and clone.calls("pip"), done.stdout + done.stderr
 
 
 def test_the_older_scripts_start_the_same(clone):

@@ -99,14 +99,3 @@ def test_without_packages_a_script_prints_the_setup_command(script, empty):
         assert done.returncode == 2
     else:  # a mistake in its flags is found first
         assert re.search("usage:|not installed|FAILED|needs", done.stderr + done.stdout)
-
-
-def test_if_there_is_an_environment_the_command_is_printed_with_its_python(empty, tmp_path):
-    (empty / ".venv/bin").mkdir(parents=True)
-    (empty / ".venv/bin/python").write_text('#!/bin/sh\necho "$@"\n')
-    (empty / ".venv/bin/python").chmod(0o755)
-    flags = "--preset sample --run-name 'a b'"
-    done = run_bare(f"{empty}/bare/bin/python ../{empty.name}/train.py {flags}", tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    line = done.stderr.strip().partition("; run ")[2]
-    assert run_bare(line, tmp_path).stdout.endswith("/train.py --preset sample --run-name a b\n"), done.stderr

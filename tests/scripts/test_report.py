@@ -3,10 +3,8 @@
 import contextlib
 import http.client
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -161,12 +159,3 @@ def test_nothing_but_the_page_is_served_and_only_to_this_machine(server):
         assert server.request("GET", "/", host)[0] == server.request("GET", "/events", host)[0] == 400, host
     for host in ("localhost", f"localhost:{server.port}", f"127.0.0.1:{server.port}"):
         assert server.request("GET", "/", host)[0] == 200, host
-
-
-def test_ctrl_c_ends_it_also_with_open_streams(server):
-    streams = [server.events() for _ in range(2)]
-    for stream in streams:
-        next_data(stream)
-    os.kill(server.process.pid, signal.SIGINT)
-    assert server.process.wait(PATIENCE) == 130
-    assert server.process.stderr.read().strip() == "Stopped."

@@ -2,17 +2,14 @@
 
 import importlib
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import ROOT
-from factories import argv_of, model_without_weights, write_jsonl
+from factories import model_without_weights, write_jsonl
 
 from common.errors import PaddockError
 from config import MODEL_SETTINGS
@@ -58,14 +55,6 @@ def project(prepared, tmp_path, monkeypatch):
     Path("corpus").mkdir()
     Path("corpus/text.jsonl").write_bytes((prepared.shards.parents[1] / "text.jsonl").read_bytes())
     return SimpleNamespace(command=command, script=script, made=made)
-
-
-def test_world_size_of_an_earlier_job_is_a_number_to_plan_for_and_nothing_else(project, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    project.command("--check", "--pretrain-data-path=corpus")
-    assert os.environ["WORLD_SIZE"] == "2"
-    project.command("--pretrain-data-path=corpus")
-    assert "WORLD_SIZE" not in os.environ
 
 
 def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepared, capsys):
@@ -190,22 +179,3 @@ def test_sources_are_distinguished_from_prepared_data(name, expected, tmp_path, 
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
     assert is_source("documents", {**NOT, **IS}[name]) is expected
-
-
-@pytest.mark.slow
-def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_path):
-    """Ctrl-C while it prepares; the same command then prepares the rest and trains."""
-    line = '{"text": "The hen fed the fox, and the cow saw the cat."}\n'
-    (tmp_path / "text.jsonl").write_text("".join(line.replace("hen", f"hen{number}") for number in range(150_000)))
-    settings = {**prepared.settings(), "PRETRAIN_DATA_PATH": tmp_path / "text.jsonl", "OUTPUT_DIR": tmp_path, "MAX_STEPS": 1,
-                "PREPARATION_WORKERS": 1}
-    command = [sys.executable, ROOT / "scripts" / "run.py", "--output", tmp_path / "sets", *argv_of(settings)]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    while process.poll() is None and not [*tmp_path.glob("sets/tmp-*/train-*.bin")]:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    _, output = process.communicate()
-    assert process.returncode == 130 and output.endswith("Stopped. Run the same command again to resume.\n") and "Traceback" not in output, output
-    assert [*tmp_path.glob("sets/tmp-*")], "it was not finished"
-    finished = subprocess.run(command, text=True, capture_output=True)
-    assert finished.returncode == 0 and "Finished 1 step (" in finished.stdout, finished

@@ -95,22 +95,9 @@ def test_nothing_is_deleted_unless_yes_is_typed(answer, runs):
     assert "Nothing was deleted" in output and str(runs / "failed") in output and files(runs) == before
 
 
-def test_nothing_is_deleted_without_a_terminal(runs):
-    before = files(runs)
-    done = python("scripts/runs.py", "--clean", "--output-dir", runs, stdin="yes\n")
-    assert done.returncode == 0 and "Nothing was deleted" in done.stdout and files(runs) == before
-
-
 def test_after_yes_what_was_listed_is_deleted_and_nothing_else(runs):
     gone = {runs / name for name in proposed(runs)}
     expected = {path for path in files(runs) if not any(path == place or path.is_relative_to(place) for place in gone)}
     output = clean(runs, "yes")
     assert f"Deleted {len(gone)} of {len(gone)}." in output and files(runs) == expected
     assert "Nothing to delete." in clean(runs, "")
-
-
-def test_a_run_that_starts_meanwhile_is_kept(runs):
-    item, = (item for item in script.candidates(script.read_runs(runs)) if item.path.name == "failed")
-    with script.FileLock(runs / "failed" / "run.lock") as lock:
-        lock.take()
-        assert "not deleted" in script.delete(item) and item.path.is_dir()

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import shutil
 import signal
 import sys
 from multiprocessing.process import BaseProcess
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from commands import Command
 from factories import PATIENCE, TinyRun, main_with, start
 
 import train
@@ -19,8 +17,6 @@ from learn import optim
 from run import build as run_build
 from run import run as run_module
 from scripts import verify_resume as script
-
-SCRIPT = "scripts/verify_resume.py"
 
 
 class Ranks:
@@ -153,22 +149,3 @@ def test_state_that_is_not_restored_is_found(plant, differing, words, verify):
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
     assert words in lines["straight again"] and "All runs are the same" not in text
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
-
-
-def test_the_cause_is_reported_if_a_run_fails_by_itself(verify, prepared, tmp_path):
-    shutil.copytree(prepared.shards, tmp_path / "shards")
-    next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")
-    with pytest.raises(script.PaddockError, match=r"\(straight\) failed with exit code 3: .*train-00000.bin"):
-        verify(PRETRAIN_DATA_PATH=tmp_path / "shards")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "runs")
-    with Command(run, SCRIPT, "--steps", "100000", "--nproc-per-node", ranks, *run.argv()) as command:
-        command.wait_for(lambda: [*run.output_dir.glob("verify-resume-*/straight/ledger.jsonl")])
-        command.process.send_signal(number)
-        assert command.wait() == 128 + number
-    assert "Traceback" not in command.text() and "kept in" not in command.text()
-    assert [*run.output_dir.iterdir()] == [command.output]

@@ -169,32 +169,6 @@ def test_the_page_of_the_real_server(chat, real_server, monkeypatch):
     wait_until(lambda: not any(batcher._answers for batcher in batchers))
 
 
-def test_an_answer_is_shown_as_it_is_written_and_a_stop_cancels_the_request(chat, stub):
-    page = chat()
-    stub.pause_seconds = 0.03
-    with held(stub, 2):
-        page.say("Hi")
-        page.sees("Hello, ")
-        page.reads("^Writing …$")
-        assert page.inner_text("#announced") == "" and page.focus() == "text"
-    page.sees("Hello, world")
-    seed = int(re.fullmatch(r"3 tokens · [\d,.]+ tokens/s · seed (\d+)", page.reads("tokens/s"))[1])
-    assert page.text_content("#announced").startswith("sft: Hello, world 3 tokens")
-    assert stub.requests == [{
-        "path": "/v1/chat/completions", "model": "sft", "messages": messages("Hi"), "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 512, "seed": seed,
-        "logprobs": True, "top_logprobs": 5}]
-    with held(stub, 2):
-        page.say("More")
-        page.sees("Hello, world", "Hello, ")
-        page.press("#text", "Escape")
-        page.reads(r"^Stopped · 2 tokens")
-        wait_until(lambda: stub.cancelled == 1)
-    page.say("Again")
-    page.reads("3 tokens", 3)
-    assert stub.requests[2]["messages"] == messages("Hi", "Hello, world", "More", "Hello, ", "Again"), "what was written stays"
-
-
 def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, stub):
     page = chat()
     page.set("system", "Be kind.")
@@ -221,24 +195,6 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
               f"~/Downloads/{page.file} --instruct-checkpoint 'runs/it'\\''s' ", where="#notice")
     line, = page.exported("chats")
     assert chats_of("line 1", line)[0].messages == requests[:-1], "what follows a bad answer is not learned"
-
-
-def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub):
-    stub.models = [model("sft"), model("dpo")]
-    page = chat()
-    page.say("One")
-    page.reads("seed", 1)
-    page.reads("seed", 2)
-    page.evaluate("chat.turns[0].answers[1].text = 'Good day'; redraw()")
-    page.do("better", 1)
-    page.sees("Bad", "Good", "Better", where="[aria-pressed=true]")
-    page.say("Two")
-    page.reads("seed", 3)
-    page.reads("seed", 4)
-    assert [body["messages"] for body in stub.requests[2:]] == [messages("One", "Good day", "Two")] * 2
-    page.toggle("drawer")
-    line, = page.exported("pairs")
-    assert [answer["content"] for answer in pair_of("line 1", line).answers] == ["Good day", "Hello, world"]
 
 
 LOST = "The connection was lost before the answer was complete."
@@ -283,24 +239,6 @@ def test_texts_are_text(chat, stub):
     assert stub.requests[0]["messages"] == messages(HOSTILE + "\ufffd")
     page.sees("<b>sft</b>", where=".answer h2")
     assert page.evaluate("getComputedStyle(document.querySelector('.text')).unicodeBidi") == "plaintext"
-
-
-def test_a_model_without_a_template_is_continued(chat, stub):
-    stub.models = [model("base", chat=False)]
-    page = chat()
-    page.sees("base was not trained on chats: it continues your text. ", where="#mode")
-    assert page.title() == "base · Continue" and page.inner_text("#send") == page.inner_text("h1") == "Continue"
-    page.set("stop", "\\n\\n\nEnd")
-    assert page.locator("[name=system]").is_hidden(), "a text has no system prompt"
-    page.asks("Once", "and then")
-    assert stub.requests[1]["path"] == "/v1/completions" and "messages" not in stub.requests[1]
-    assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
-    page.set("stop", "")
-    page.do("answer")
-    page.reads("^The model ended the text; what you write next starts a new one · 3 tokens")
-    page.say("Anew")
-    page.sees(*["Hello, world"] * 3)
-    assert stub.requests[3]["prompt"] == "Anew"
 
 
 MARKDOWN = """\

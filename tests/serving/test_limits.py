@@ -147,14 +147,6 @@ def test_without_its_key_a_server_answers_nothing(public, values):
         assert client.get("/v1/models").status_code == client.post(CHAT, json=asked()).status_code == 200
 
 
-@pytest.mark.parametrize("path, status", [
-    ("/none", 404), ("//", 404), ("/../config.py", 404), ("/%2e%2e/config.py", 404), (CHAT, 405), ("*", 404), ("/%00", 404)])
-def test_there_is_nothing_but_the_endpoints(server, path, status):
-    answer = exchange(server[0], f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    assert int(answer.split()[1]) == status
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-
-
 def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client, server):
     large = json.dumps(asked(messages=[{"role": "user", "content": "x" * BODY_BYTES}])).encode()
     assert client.post(CHAT, content=large, headers=JSON).status_code == 413
@@ -167,14 +159,6 @@ def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client
     for lengths in ("Content-Length: 5\r\nContent-Length: 6\r\n", "Content-Length: -1\r\n", "Content-Length: 1e3\r\n",
                     "Transfer-Encoding: gzip\r\n", "Transfer-Encoding: chunked, chunked\r\n"):
         assert re.match(rb"HTTP/1.1 (400|501) ", exchange(server[0], f"{head}{lengths}\r\nhello".encode())), lengths
-
-
-def test_large_headers_and_variables_that_a_template_has_already_are_refused(client):
-    assert client.get("/health", headers={"X-Large": 20_000 * "a"}).status_code == 431
-    assert client.get("/health", headers={"X-Large": 10_000 * "a"}).status_code == 200
-    for name in ("messages", "bos_token", "add_generation_prompt"):
-        answer = client.post(CHAT, json=asked(chat_template_kwargs={name: "x"}))
-        assert answer.status_code == 400 and f"chat_template_kwargs.{name}" in answer.json()["error"]["message"]
 
 
 def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monkeypatch):

@@ -1,7 +1,6 @@
 """What linters and readers of the documents find: shell scripts are clean, links lead somewhere, workflows run what exists."""
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -57,22 +56,6 @@ def test_links_between_documents_lead_somewhere():
     pages = [path for path in tracked() if path.suffix == ".md"]
     assert len(pages) > 10
     assert {str(page.relative_to(ROOT)): links for page in pages if (links := broken(page, page.read_text(encoding="utf-8")))} == {}
-
-
-def test_the_nightly_workflow_runs_what_exists():
-    yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))["jobs"]["nightly"]
-    matrix = job["strategy"]["matrix"]
-    commands = [*matrix["what"], *(each["what"] for each in matrix["include"])]
-    assert {"3.10", "3.13"} <= {*matrix["python"]}
-    for command in commands:
-        program, script, *_ = shlex.split(command)
-        assert program in ("bash", "python") and (ROOT / script).is_file()
-    last = job["steps"][-1]["run"]
-    assert all((ROOT / name).is_file() for name in re.findall(r"\S+\.(?:txt|sh)", last)) and "${{ matrix.what }}" in last
-    versions = {found for name in ("ci.yml", "nightly.yml") for found in
-                re.findall(r"playwright~=[\d.]+", (ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))}
-    assert versions == {*re.findall(r"^playwright~=[\d.]+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)}
 
 
 def test_planted_faults_fit_the_code_and_name_tests_that_exist():

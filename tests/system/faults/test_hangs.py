@@ -121,13 +121,6 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, mes
         assert "in train_loop" in stacks and f"in {place}" in stacks
 
 
-def test_one_process_that_does_not_move_is_reported_too(tiny_run, tmp_path):
-    run = tiny_run(**UNMEASURED)
-    text = run.ends([6], partial(patiently, tmp_path / "began", partial(act, 0, 3, stall)), DISTRIBUTED_TIMEOUT=TIMEOUT)
-    assert f"error: hang: rank 0 is in {STEP}; no rank made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text
-    assert "in stall" in (run.folder / "log" / "stacks-rank-0.txt").read_text() and "Traceback" not in text
-
-
 def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
     """Without the extension: the stacks, where this rank is, the remedy and the exit code."""
     left, may_return = SimpleQueue(), threading.Event()
@@ -153,13 +146,6 @@ def test_one_process_is_watched_while_it_is_a_rank(error):
         if error:
             raise error
     assert collectives.watchdog is None and threading.active_count() == before
-
-
-def test_one_process_makes_progress_at_each_part_of_a_long_phase():
-    context, ticks = collectives.RunContext(collectives.Ranks(), collectives.StopSignals(), None), []
-    for _ in context.progress(range(3), 3, "Validation"):
-        ticks.append(ACTIVITY.ticks)
-    assert len({*ticks}) == 3
 
 
 def start_stuck(in_group: bool) -> None:
@@ -240,43 +226,6 @@ def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
             os.kill(process.pid, number)
         time.sleep(TIMEOUT + 1)
     assert job.wait() == [0, 0], job.text()
-
-
-def leave_the_group_to_notice() -> None:
-    collectives.HangWatchdog = lambda *_: None
-    collectives.stop_watchdog = lambda: None
-    collectives.GROUP_TIMEOUT_MARGIN_SECONDS = 0
-    if is_rank(1):
-        do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
-
-
-@pytest.mark.slow
-def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
-    """The group's own time-out, which is longer than the watchdog's."""
-    text = tiny_run().ends([6, 1], leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
-    assert "error: hang: rank 0 waited in forward (step 3) for another" in text
-    assert "rank 1 stops, because another rank has exited" in text
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
-    before, added = threading.active_count(), threading.Event()
-
-    class Store:
-        def add(self, key: str, ticks: int) -> int:
-            added.set()
-            if broken:
-                raise RuntimeError("connection reset")
-            return ticks
-
-        def check(self, keys: list[str]) -> bool:
-            return False
-
-    monkeypatch.setattr(HangWatchdog, "_end_process", lambda *_: pytest.fail("a hang was reported"))
-    watch = HangWatchdog(Store(), 0, 1, 1, True)
-    assert added.wait(10)
-    watch.stop()
-    assert threading.active_count() == before and watch.alarm is False
 
 
 def test_a_call_with_its_own_time_out_is_no_hang(monkeypatch):

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from commands import ROOT, Command, during, launch, listening, torchrun
 from factories import TinyRun, assert_same_run, do_in_step, free_port
@@ -107,27 +106,6 @@ def parsed(monkeypatch, *flags: str, **environ: str) -> tuple[Namespace, list[st
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     return launcher.parse_args()
-
-
-@pytest.mark.parametrize("flags", [["--nproc_per_node", "2", "train.py"], ["--nproc-per-node=2", str(ROOT / "train.py")],
-                                   ["--nproc-per-node", "2", "--"], ["--gpus", "3,5"], ["--gpus=idle:2", "train.py"]])
-def test_the_script_may_be_named_and_gpus_count_as_ranks(flags, monkeypatch, tmp_path):
-    args, rest = parsed(monkeypatch, *flags, "--max-steps", "3")
-    assert args.nproc_per_node == 2 and rest == ["--max-steps", "3"]
-    monkeypatch.chdir(tmp_path)
-    assert parsed(monkeypatch, *flags, "--debug") == (args, ["--debug"])
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["other.py"], "other.py is not Paddock's train.py"), (["train.py"], "train.py is not Paddock's train.py"),
-    (["--nnodes=2"], "error: --n"), (["--nproc-per-node=0"], "error: --n"),
-    (["--nnodes=2", "--node-rank=2", "--master-addr=a", "--master-port=1"], "error: --n")])
-def test_another_script_and_wrong_flags_are_refused(flags, message, monkeypatch, tmp_path, capsys):
-    (tmp_path / flags[0].lstrip("-")).write_text("print('mine')")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        parsed(monkeypatch, *flags)
-    assert message in capsys.readouterr().err
 
 
 def test_several_machines_may_be_named_in_the_environment(monkeypatch, tmp_path, capsys):
@@ -325,18 +303,6 @@ def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nno
     args = Namespace(nnodes=nnodes, node_rank=0, master_addr="192.0.2.7", master_port=9)
     with pytest.raises(SettingsError, match=re.escape(message)) if message else nullcontext():
         assert launcher.meeting_point(args)[:2] == found
-
-
-@pytest.mark.parametrize(("device", "gpus", "has_numactl", "binds"), [
-    ("auto", 2, True, True), ("auto", 4, True, False), ("auto", 2, False, False), ("cpu", 2, True, False), ("auto", 0, True, False)])
-def test_ranks_that_use_all_gpus_stay_near_them(device, gpus, has_numactl, binds, monkeypatch):
-    """torch takes rank n's GPU for GPU n, calls numactl, and by default binds nothing."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(launcher.shutil, "which", lambda name: "/usr/bin/numactl" * has_numactl)
-    options = launcher.numa_options(Config(device=device), 2)
-    assert bool(options) == binds
-    if binds:
-        assert options.affinity_mode == "node" and options.should_fall_back_if_binding_fails
 
 
 def test_a_killed_rank_is_reported_with_its_likely_cause():

@@ -122,10 +122,6 @@ def die_once() -> None:
         do_in_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
 
 
-def fail() -> None:
-    do_in_step(2, lambda: 1 / 0, optim)
-
-
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(world, request, tiny_run):
     run, rank = tiny_run(ASYNC_SAVE="false"), world - 1
@@ -144,27 +140,6 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(world
     data = reader.data(100)
     assert [each["reason"] for each in data["goodput"]["interruptions"]] == [f"{cause} (restarted by the launcher)"]
     assert "1 interruption" in data["health"][-1][1] and "restarted by the launcher" in data["health"][-1][1]
-
-
-@pytest.mark.slow
-def test_one_rank_in_the_terminal_is_started_again_without_a_name(tiny_run):
-    """Its name is the time of the first start; the second goes on there."""
-    run = tiny_run(ASYNC_SAVE="false")
-    flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
-    with Command(run, "scripts/launch.py", "--nproc-per-node=1", "--max-restarts=3", *flags, plant="test_restart:die_once", planted_in=0) as command:
-        assert command.wait() == 0, command.text()
-    assert command.text().count("warning: rank 0 was killed by SIGKILL") == 1 and "resuming after step 2" in command.text()
-    assert len([*run.output_dir.glob("*/checkpoints")]) == 1 and not (run.output_dir / "launch").exists()
-
-
-@pytest.mark.slow
-def test_a_failure_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
-    run = tiny_run()
-    with Command(run, "scripts/launch.py", "--nproc-per-node=1", "--max-restarts=9", *run.argv(), plant="test_restart:fail", planted_in=0) as command:
-        assert command.wait() == 1, command.text()
-    assert command.text().count("ZeroDivisionError: division by zero\nTraceback") == 0
-    assert command.last_line().startswith("error: rank 0: ZeroDivisionError: division by zero; 2 starts in a row saved no checkpoint")
-    assert len([line for line in run.lines("events") if line["event"] == "start"]) == 2
 
 
 @pytest.mark.parametrize(("name", "world"), [

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import (
-    UNMEASURED,
-    Stages,
-    TinyRun,
-    assert_same_run,
-    is_rank,
-    prepare_stages,
-)
+from factories import UNMEASURED, Stages, TinyRun, assert_same_run, is_rank, prepare_stages
 from safetensors.torch import load_file
 
 from checkpoint import store
@@ -47,13 +40,6 @@ def test_a_checkpoint_of_the_stage_is_continued_in_any_spelling(mode, setting, s
         assert [lines[step]["loss"] for step in (3, 4)] == [each["loss"] for each in whole.lines("ledger")[2:]], name
 
 
-def test_grpo_with_a_reference_continues_with_that_of_the_first_start(stages, tmp_path):
-    whole = stages.run("grpo", tmp_path / "whole", **QUIET, GRPO_BETA=0.1).trained()
-    again = stages.run("grpo", tmp_path / "again", **QUIET, GRPO_BETA=0.1, PRETRAIN_CHECKPOINT="none",
-                       INSTRUCT_CHECKPOINT=whole.checkpoint(2)).trained()
-    assert again.hashes(4) == whole.hashes(4)
-
-
 def adapters_of_peft(run: TinyRun, folder: Path) -> Path:
     """A checkpoint's adapters as PEFT has them, without what Paddock adds."""
     shutil.copytree(run.checkpoint(4), folder)
@@ -83,30 +69,6 @@ def test_adapters_are_a_start_of_lora_on_other_data(stages, tmp_path, capsys):
     capsys.readouterr()
     assert stages.run("lora-sft", tmp_path / "rank", **QUIET, **start | {"LORA_RANK": 8}).train() == 5
     assert "LORA_RANK" in capsys.readouterr().err
-
-
-def test_a_run_that_ends_where_it_begins_is_an_error_unless_it_is_its_own(stages, tmp_path, capsys):
-    first = stages.run("sft", tmp_path, **QUIET | {"MAX_STEPS": 2}).trained()
-    assert first.train() == 0, "its own finished record"
-    capsys.readouterr()
-    second = stages.run("sft", tmp_path, **QUIET | {"MAX_STEPS": 2}, RUN_NAME="second", INSTRUCT_CHECKPOINT=first.folder, PRETRAIN_CHECKPOINT="none")
-    assert second.train() == 2
-    error = capsys.readouterr().err
-    assert "RESET_OPTIMIZER=true" in error and "MAX_STEPS" in error and not second.folder.exists()
-    assert second.train(RESET_OPTIMIZER="true") == 0 and second.steps_saved() == [2]
-    assert stages.run("sft", tmp_path, **QUIET, RUN_NAME="late", START_STEP=10).train() == 2
-    assert "START_STEP=10 leaves no step of MAX_STEPS=4" in capsys.readouterr().err
-
-
-def test_the_base_of_adapters_is_kept_when_its_run_goes_on(stages, tmp_path):
-    base = stages.run("sft", tmp_path, **QUIET | {"MAX_STEPS": 2}, RUN_NAME="base").trained()
-    adapted = stages.run("lora-sft", tmp_path, **QUIET | {"MAX_STEPS": 1}, PRETRAIN_CHECKPOINT="base", RUN_NAME="adapted").trained()
-    changes = {"MAX_STEPS": 8, "KEEP_LAST": 1, "KEEP_BEST": 0}
-    assert base.train(**changes) == 0
-    assert base.steps_saved() == [2, 8], "the base and the newest"
-    shutil.rmtree(adapted.folder)
-    assert base.train(**changes | {"MAX_STEPS": 10}) == 0
-    assert 2 not in base.steps_saved(), "the run that needed it is gone"
 
 
 def test_stored_references_belong_to_a_model_and_its_configuration(stages, tmp_path):
@@ -220,16 +182,6 @@ def test_a_machine_with_other_data_is_named(differs, part, prepared, tmp_path, m
     run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED | {"VALIDATE_EVERY": 2}, PRETRAIN_DATA_PATH="data", VALIDATION_DATA_PATH="held", MAX_STEPS=2)
     text = run.ends([3, 3], other_data, env={"OTHER_PLACE": str(there), "LOCAL_WORLD_SIZE": "1"})
     assert f"data is not the data of the first machine (other {part})" in text
-
-
-def test_a_machine_with_another_start_is_named(stages, tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for place, model in ((here, stages.base), (there, stages.teacher)):
-        shutil.copytree(model, place / "model")
-    monkeypatch.chdir(here)
-    run = stages.run("sft", tmp_path / "runs", **QUIET, PRETRAIN_CHECKPOINT="model")
-    text = run.ends([5, 5], other_data, env={"OTHER_PLACE": str(there), "LOCAL_WORLD_SIZE": "1"})
-    assert "model is another checkpoint than on the first machine" in text
 
 
 def test_a_restart_keeps_the_settings_of_the_files_that_were_edited_meanwhile(prepared, tmp_path, monkeypatch):

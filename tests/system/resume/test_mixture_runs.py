@@ -59,14 +59,3 @@ def test_two_ranks_read_the_rows_of_one(whole, tmp_path):
     run = whole.copy(tmp_path / "runs", RUN_NAME="two", **UNMEASURED)
     run.ends([0, 0])
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole.lines("ledger")]
-
-
-def test_other_weights_make_another_run_and_another_length_moves_the_border(whole, mixture, tmp_path, capsys):
-    run = whole.copy(tmp_path / "runs")
-    other = mixture((0.5, 3, 1), (1, 1, 1))
-    assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=8) == 5
-    assert "belongs to a different run: PRETRAIN_DATA_PATH was" in capsys.readouterr().err
-    assert run.train(MAX_STEPS=8) == 0
-    printed = capsys.readouterr()
-    assert "changes the curve: MAX_STEPS was 6, is 8" in printed.err and "[7/8]" in printed.out
-    assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=9, ALLOW_RESUME_MISMATCH="PRETRAIN_DATA_PATH") == 0

@@ -299,17 +299,6 @@ def test_a_value_is_that_of_the_first_column_that_has_one():
     assert rewards.check([("", '{"answer": 1}'), ("", '{"answer": null}')], "") == ["REWARD reads 'answer', which 1 of 2 records lack; answers to these are left out"]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"MICRO_BATCH_SIZE": 1}, "must be a multiple of GRPO_GROUP=2"), ({"GRPO_MAX_TOKENS": 96}, "leaves no room for a prompt"),
-    ({"REWARD": "best"}, "best is not one of exact, contains"),
-    ({"SHARDING": "full"}, "SHARDING=full does not work with TRAINING_STAGE=grpo"),
-    ({"GRPO_GROUP": 1}, "GRPO_GROUP=1 compares an answer with no other"),
-    ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x", "GRPO_BETA": 0.1}, "GRPO_BETA=0.1 does not work with TRAINING_STAGE=grpo and")])
-def test_unsupported_settings_are_refused_by_name(changes, words, stages, tmp_path, capsys):
-    assert stages.run("grpo", tmp_path, **changes).train() == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
     rows = PromptRows(open_example_set(stages.prompts, "train", "prompts", TokenizerInfo(512)), 96, 12)
     prompts = rows(np.array([3, 1]))

@@ -160,15 +160,6 @@ def test_a_validation_set_of_one_s_own_is_read_by_what_it_holds_out_or_as_a_whol
     assert f" ({folder} is not read: VALIDATE_EVERY=0) from {folder}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", ["kto", "lora-dpo", "grpo"])
-def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished, run, capsys):
-    fresh = run(mode)
-    assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()
-    assert not fresh.folder.exists() and "  ok    speed: " in capsys.readouterr().out
-    assert train.main([*finished(mode).argv(MAX_STEPS=6), "--check"]) == 0, capsys.readouterr()
-    assert "2 of 6 steps left" in capsys.readouterr().out
-
-
 def bare(path: Path, folder: Path) -> Path:
     """Copy prepared data without stored references."""
     return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*")))
