@@ -24,7 +24,7 @@ from config import Config
 from data_pipeline import prepare as preparation
 from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
-from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set
 from data_pipeline.sources import Source, identity_of
 from data_pipeline.workers import split_of
 from data_preparation_utils import (
@@ -139,19 +139,6 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
     assert "10 % of each document" in "\n".join(describe(folder))
 
 
-def test_few_documents_hold_out_what_all_sets_hold_out(tmp_path, tokenizer_path):
-    """Of five, the one in the 5 % by hash, whole; alone, its end, since something must be trained on."""
-    tokenizer, texts = load_tokenizer(tokenizer_path), [f"Board {number}\nis here\n" for number in range(200)]
-    (one, *_), others = [text for text in texts if split_of(identity_of(text), 0.05) == "validation"], [
-        text for text in texts if split_of(identity_of(text), 0.05) == "train"]
-    folder = prepare(write_texts(tmp_path / "x.jsonl", [*others[:2], one, *others[2:4]]), tokenizer_path, tmp_path / "out", validation_fraction=None)
-    assert documents_of(folder, "validation", tokenizer) == [one] and documents_of(folder, "train", tokenizer) == others[:4]
-    assert "Split: 1 of 5 documents in the 5 % that all sets hold out by hash; VALIDATION_FRACTION=0 trains on all" in describe(folder)
-    alone = prepare(write_texts(tmp_path / "y.jsonl", [one]), tokenizer_path, tmp_path / "out", validation_fraction=None)
-    assert documents_of(alone, "train", tokenizer) + documents_of(alone, "validation", tokenizer) == [one[:-2], one[-2:]]
-    assert "Split: none or all of these few documents are in the 5 %" in "\n".join(describe(alone))
-
-
 @pytest.mark.parametrize("documents, fraction", [(19, None), (20, 0.05), (1000, 0.05), (3999, 0.05), (4000, 0.005)])
 def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, fraction):
     texts = [f"Tale {number}" for number in range(documents)]
@@ -202,46 +189,6 @@ def test_characters_that_a_vocabulary_lacks_are_counted(tmp_path, tokenizer_path
     assert "Warning: 5 characters not in the vocabulary ('\u00e4' 3, '\u6a4b' 1, '\\n' 1)" in "\n".join(describe(folder))
     whole = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=0)
     assert "lost" not in read_manifest(whole)["skipped"]
-
-
-def test_dropout_of_a_tokenizer_is_off(tmp_path, tokenizer_path, capfd):
-    load_tokenizer(tokenizer_path).save_huggingface(tmp_path)
-    source, sets = write_texts(tmp_path / "x.jsonl", stories(20)), []
-    for dropout in (None, 0.5):
-        document = json.loads((tmp_path / "tokenizer.json").read_text())
-        document["model"] |= {"dropout": dropout, "ignore_merges": False}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-        sets.append(shards_of(prepare(source, str(tmp_path), tmp_path / f"out-{dropout}", tokenizer_backend="auto")))
-        assert ("dropout of 0.5 is off" in capfd.readouterr().err) == bool(dropout)
-    assert sets[0] == sets[1]
-    assert json.loads(load_tokenizer(str(tmp_path)).tokenizer_json)["model"]["dropout"] is None
-
-
-def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
-    def prepare_file(path, text):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text * 100)
-        return prepare_from_flags("documents", ["--source", str(path), "--output", str(tmp_path / "out"), "--tokenizer-path",
-                                                tokenizer_path, "--preparation-workers", "1"])
-
-    first = prepare_file(tmp_path / "my play.txt", "To be\n")
-    before = first.resolve()
-    assert first == tmp_path / "out" / "my-play" and (first / MANIFEST).is_file()
-    assert prepared_folder(tmp_path / "out") == first
-    assert prepare_file(tmp_path / "my play.txt", "or not\n") == first and first.resolve() != before
-    other = prepare_file(tmp_path / "other" / "my play.txt", "to be\n")
-    assert other == tmp_path / "out" / f"my-play-{other.resolve().name[:6]}" and first.resolve() != other.resolve()
-
-
-def test_a_validation_set_of_your_own_is_the_validation_split_of_a_folder_that_has_one(tmp_path, tokenizer_path):
-    tokenizer = load_tokenizer(tokenizer_path)
-    for name, files in (("splits", {"train.jsonl": ["a b"] * 3, "valid.jsonl": ["c d"] * 2}), ("plain", {"x.jsonl": ["e f"]})):
-        (tmp_path / name).mkdir()
-        for file, texts in files.items():
-            write_texts(tmp_path / name / file, texts)
-        folder = prepare_from_flags("documents", ["--source", str(tmp_path / name), "--output", str(tmp_path / "out"), "--tokenizer-path",
-                                                  tokenizer_path, "--preparation-workers", "1"], holds_out=False)
-        assert documents_of(folder, "train", tokenizer) == [*files.values()][-1]
 
 
 OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}

@@ -167,18 +167,6 @@ def test_an_error_in_the_thread_is_raised_in_the_main_thread():
     assert not read_ahead_threads()
 
 
-def test_a_reader_that_hangs_does_not_keep_the_loader_open(monkeypatch):
-    monkeypatch.setattr("dataloaders.CLOSING_SECONDS", 0.05)
-    release = threading.Event()
-    with load_steps(lambda rows: release.wait(60), ORDER, CPU, count_targets):
-        pass
-    assert read_ahead_threads()
-    release.set()
-    for thread in read_ahead_threads():
-        thread.join(10)
-    assert not read_ahead_threads()
-
-
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 12, 13])
 def test_validation_is_the_same_sum_at_any_number_of_ranks(rows):
     def of_rank(rank, world_size):

@@ -149,28 +149,6 @@ def test_recomputation_gives_the_same_gradients_with_dropout(dtype):
     assert furthest(*gradients) == 0.0
 
 
-@looked_at_by_dynamo
-def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapters():
-    """But for the first block, which alone begins with what needs no gradient."""
-    eager, compiled = adapted(shape(n_layers=3), {}), adapted(shape(n_layers=3), {})
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    for block in compiled.layers:
-        block.compile(fullgraph=True, backend=backend)
-    torch._dynamo.reset()
-    assert furthest(learn(compiled), learn(eager)) < 1e-6
-    assert len(graphs) == 2
-    with torch.no_grad(), lora.disable_adapters(compiled):
-        expected = base_model(shape(n_layers=3))(tokens(), mode="logits")
-        torch.testing.assert_close(compiled(tokens(), mode="logits"), expected)
-    learn(compiled)
-    assert len(graphs) == 3
-
-
 HEAD_AND_ROWS = dict(lora_train_head=True, **ROWS)
 
 
@@ -446,21 +424,6 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
-
-
-@pytest.mark.parametrize("made, match", [
-    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\].*omits model.layers.1.self_attn.q_proj"),
-    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1.*omits model.layers.0"),
-    (dict(target_modules=r".*layers\.0\..*q_proj"), "target_modules=.*omits model.layers.1.self_attn.q_proj"),
-    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=.*omits model.layers.1"),
-    *((dict(target_modules=["q_proj", name]), f"target_modules=.*{name} cannot have adapters") for name in ("embed_tokens", "lm_head")),
-    (dict(modules_to_save=["norm"]), "modules_to_save=.*not norm")])
-def test_the_error_names_the_unsupported_field_of_adapters(made, match, peft, tmp_path, recwarn):
-    settings = {**dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"), **made}
-    config = shape(tie_embeddings=False)
-    peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**settings)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{match}.*merge_and_unload"):
-        peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
 
 
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])

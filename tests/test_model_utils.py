@@ -1,11 +1,10 @@
 """What a model needs to run here: seeds, deterministic and compiled kernels, and the scale of a clipped gradient."""
 
 import math
-import os
 import re
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,28 +46,6 @@ def test_gradients_that_are_not_finite_are_not_scaled():
     for norm in (math.nan, math.inf):
         assert clip_scale(torch.tensor(norm), 1.0) == 1
     assert clip_scale(torch.tensor(4.0), 0.0) is None and clip_scale(torch.tensor(0.5), 1.0) == 1
-
-
-class Torch:
-    def __init__(self):
-        self.told = []
-        self.backends, self.utils = SimpleNamespace(cudnn=SimpleNamespace(deterministic=False)), SimpleNamespace(
-            deterministic=SimpleNamespace(fill_uninitialized_memory=True))
-
-    def use_deterministic_algorithms(self, mode, *, warn_only=False):
-        self.told.append((mode, warn_only))
-
-
-@pytest.mark.parametrize(("expected", "device", "changed"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)])
-def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(expected, device, changed, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "none")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(model_utils, "torch", stub := Torch())
-    model_utils.make_deterministic(Config(deterministic=expected), device)
-    # With warn_only, the backward of torch's attention would stay nondeterministic.
-    assert stub.told == [(True, False)] * changed
-    assert stub.backends.cudnn.deterministic is changed is not stub.utils.deterministic.fill_uninitialized_memory
-    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if changed else None)
 
 
 def test_an_environment_whose_path_has_a_space_trains_without_the_compiler(monkeypatch):
@@ -128,5 +105,3 @@ def test_blocks_compiled_under_ddp_stay_whole(tmp_path, monkeypatch):
     finally:
         torch.distributed.destroy_process_group()
         torch._dynamo.reset()
-
-

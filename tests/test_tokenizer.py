@@ -56,14 +56,6 @@ def test_the_byte_lengths_of_ids_add_up_to_the_text(native, hf_tokenizer, text):
     assert not sum(native.byte_lengths[token] for token in native.special_ids.values())
 
 
-def test_a_tokenizer_that_is_not_byte_level_has_no_byte_lengths(folder, tmp_path):
-    document = json.loads((folder / "tokenizer.json").read_text())
-    for part in ("pre_tokenizer", "decoder"):
-        document[part] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    assert load_tokenizer(str(tmp_path)).byte_lengths is None
-
-
 @with_hard_texts
 @given(any_text)
 def test_both_backends_and_transformers_give_the_same_ids(native, hf_tokenizer, transformers_tokenizer, text):
@@ -241,26 +233,6 @@ def test_an_exported_tokenizer_is_the_same_tokenizer(ranks, native, hf_tokenizer
 def test_a_tokenizer_with_another_vocabulary_or_other_merges_is_another(change, native, hf_tokenizer, folder, tmp_path):
     other = changed_document(folder, tmp_path / "other", change)
     assert not any(other.is_same(tokenizer.sha256) or tokenizer.is_same(other.sha256) for tokenizer in (native, hf_tokenizer))
-
-
-def test_transformers_adds_the_bos_token_by_default(native, transformers_tokenizer):
-    ids = native.encode("a cat")
-    assert transformers_tokenizer("a cat")["input_ids"] == [native.bos_id, *ids]
-    assert transformers_tokenizer("a cat", add_special_tokens=False)["input_ids"] == ids
-    assert len(transformers_tokenizer) == native.vocab_size
-    roles = ("bos", "eos", "pad")
-    assert [getattr(transformers_tokenizer, f"{role}_token_id") for role in roles] == [
-        getattr(native, f"{role}_id") for role in roles]
-
-
-@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}])
-def test_two_configurations_that_differ_have_the_precedence_of_transformers(more, hf_tokenizer, tmp_path):
-    hf_tokenizer.save_huggingface(tmp_path)
-    for name, end in (("tokenizer_config.json", {**more, "eos_token": "<|eot_id|>"}), ("special_tokens_map.json", {"eos_token": "<|eom_id|>"})):
-        content = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps({**content, **end}))
-    reference = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt").AutoTokenizer
-    assert load_tokenizer(str(tmp_path)).eos_id == reference.from_pretrained(tmp_path).eos_token_id
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])

@@ -144,15 +144,6 @@ def test_every_setting_of_a_model_is_in_its_config(name):
     assert model_json.describing(read) == model_json.describing(config) != model_json.describing(ModelConfig(**before))
 
 
-def test_old_config_files_are_understood():
-    old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    settings = model_json.model_settings_from_huggingface(old)
-    assert (settings["n_kv_heads"], settings["rope_theta"], settings["tie_embeddings"]) == (4, 10_000.0, False)
-    scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}
-    assert model_json.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
-
-
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}
 
@@ -263,26 +254,6 @@ def test_a_missing_field_has_transformers_default(kind):
     assert model_json.context_length(content) == theirs.max_position_embeddings
 
 
-def test_finite_weights_whose_sum_overflows_are_read():
-    large = torch.full((64, 64), 3e38)
-    assert torch.equal(huggingface.checked("w", lazy(large)).full(), large)
-    for bad in (torch.inf, torch.nan):
-        large[3, 5] = bad
-        with pytest.raises(CheckpointError, match="w contains non-finite numbers"):
-            huggingface.checked("w", lazy(large)).full()
-
-
-def test_a_tied_head_that_is_stored_anyway_and_the_buffers_of_old_files_are_ignored():
-    config = config_of("tied, grouped")
-    tensors = huggingface.to_huggingface(model_of(config).state_dict(), config, VOCAB)
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"],
-             "model.layers.0.self_attn.rotary_emb.inv_freq": lazy(torch.ones(8))}
-    assert huggingface.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
-    for ties, stored in ((True, {"lm_head.weight": lazy(torch.ones(VOCAB, 64))}), (False, {})):
-        with pytest.raises(CheckpointError, match=f"lm_head.weight; .*set tie_word_embeddings to {str(not ties).lower()} in config.json"):
-            huggingface.from_huggingface({**tensors, **stored}, config.model_copy(update={"tie_embeddings": ties}), padded(VOCAB))
-
-
 def test_integers_fp8_and_pickled_adapters_are_refused_with_a_way(tmp_path):
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(CheckpointError, match="w has dtype torch.*8.*; use another checkpoint"):
@@ -338,22 +309,6 @@ def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(token
         model_json.write_json(output / "generation_config.json", {"eos_token_id": wrong})
         with pytest.raises(DataError, match="eos_token_id.*generation_config.json.*a list"):
             load_tokenizer(str(output))
-
-
-def test_a_folder_of_transformers_trainer_is_a_model(tokenizer, tmp_path):
-    """Its trainer_state.json is not ours; ours without a manifest is an incomplete copy."""
-    config = config_of("3.1 scaling")
-    (tmp_path / "m").mkdir()
-    huggingface.save_model_folder(tmp_path / "m", model_of(config).state_dict(), config, tokenizer, 256)
-    state = {"best_metric": None, "epoch": 1.0, "global_step": 500, "log_history": [{"loss": 1.5, "step": 500}], "max_steps": 500}
-    (tmp_path / "m" / "trainer_state.json").write_text(json.dumps(state))
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
-        (tmp_path / "m" / name).write_bytes(b"not read")
-    assert store.locate(str(tmp_path / "m"), tmp_path / "run") == tmp_path / "m"
-    assert store.read_state(tmp_path / "m") == read_optimizer(tmp_path / "m") == {}
-    (tmp_path / "m" / "trainer_state.json").write_text(json.dumps({"settings": {}, "progress": {"step": 1}}))
-    with pytest.raises(CheckpointError, match="incomplete copy of a Paddock checkpoint.*delete trainer_state.json"):
-        store.locate(str(tmp_path / "m"), tmp_path / "run")
 
 
 def test_pickled_weights_are_not_read(tmp_path):

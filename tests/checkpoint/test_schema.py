@@ -115,11 +115,6 @@ def test_a_pipe_in_place_of_a_log_is_refused_without_waiting(name, run, capsys, 
         (run.folder / name).rmdir() if put is os.mkdir else (run.folder / name).unlink()
 
 
-def test_a_file_of_the_user_in_a_run_s_folder_is_left_alone(run):
-    (run.folder / "configs" / "step-of-mine.json").write_text("{}")
-    assert run.train(MAX_STEPS=3) == 0 and (run.folder / "configs" / "step-of-mine.json").exists()
-
-
 @pytest.mark.parametrize("resume", ["auto", "step-00000002"])
 def test_a_checkpoint_of_its_own_may_be_a_link_to_another_disk(resume, run, tmp_path, capsys):
     elsewhere = run.checkpoint(2).rename(tmp_path / "elsewhere")

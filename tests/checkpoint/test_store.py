@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from factories import cached_on_the_hub, flip_bit, rehash
+from factories import flip_bit, rehash
 from safetensors.torch import save_file
 
 from checkpoint import huggingface, store
 from checkpoint import tensors as tensor_files
 from checkpoint.manifest import block_rows, fault_of, rows_of_part
-from checkpoint.model_json import name_of_download
 from checkpoint.tensors import TensorFile, read_optimizer, write_files, write_tensors
 from common.errors import CheckpointError
 from run import folder as run_folder
@@ -121,17 +120,6 @@ def test_unlisted_files_are_ignored_but_none_outside_the_folder_is_listed(tmp_pa
         rehash(folder, manifest=manifest | {"files": files | {name: files["config.json"]}})
         with pytest.raises(CheckpointError, match="outside its folder.*put a copy of it there"):
             store.verify(folder)
-
-
-def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_hub_are_followed(tmp_path):
-    folder = save(tmp_path / "models--us--ours" / "snapshots", 1)
-    (tmp_path / "link").symlink_to(folder)
-    (folder / "config.json").rename(folder / "moved.json")
-    (folder / "config.json").symlink_to("moved.json")
-    (folder.parents[1] / "blobs").mkdir()
-    (folder / "model.safetensors").rename(folder.parents[1] / "blobs" / "5f3a")
-    (folder / "model.safetensors").symlink_to("../../blobs/5f3a")
-    assert store.verify(folder) == store.verify(tmp_path / "link")
 
 
 @pytest.mark.parametrize("read, name", [(store.read_state, store.STATE),
@@ -285,18 +273,6 @@ def test_a_write_to_an_unavailable_network_disk_is_retried_and_reported(tmp_path
     assert len(messages) == len(waits) and all("step-00000002 cannot be written" in text and "retrying in" in text for text in messages)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
-def test_a_permanent_disk_error_is_reported_without_a_retry(tmp_path, monkeypatch, number):
-    def refuse(folder):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: pytest.fail("it waits for what does not pass"))
-    for folder in (tmp_path, tmp_path / "Errno 5, code: 116"):  # a name is not an error's number
-        folder.mkdir(exist_ok=True)
-        with pytest.raises(CheckpointError, match=os.strerror(number)):
-            save(folder, 1, write=refuse)
-
-
 def test_retention_keeps_last_best_and_protected(tmp_path):
     for step, val_loss in ((1, 5.0), (2, 1.0), (3, None), (4, 2.0), (5, float("nan")), (6, 9.0), (7, 8.0)):
         save(tmp_path, step, val_loss)
@@ -342,17 +318,6 @@ def test_pruning_a_linked_checkpoint_removes_the_link_and_keeps_its_target(tmp_p
         store.verify(elsewhere / f"step-0000000{step}")
 
 
-def test_locate_takes_the_name_of_a_run_of_the_same_folder(tmp_path, monkeypatch):
-    first = save(tmp_path / "runs" / "first" / "checkpoints", 1)
-    monkeypatch.chdir(tmp_path)
-    for run_dir in (Path("runs/other"), tmp_path / "runs" / "other"):
-        assert store.locate("first", run_dir).resolve() == first
-    other = save(tmp_path / "first" / "checkpoints", 2)
-    with pytest.raises(CheckpointError, match=f"'first' is ambiguous: there are {tmp_path}/first and runs/first"):
-        store.locate("first", Path("runs/other"))
-    assert store.locate("./first/checkpoints", Path("runs/other")).resolve() == other
-
-
 def test_best_is_the_checkpoint_with_the_lowest_validation_loss(tmp_path):
     """Also behind a run's name, of a damaged one the next, and of none with a loss it says so."""
     run_dir, losses = tmp_path / "runs" / "first", {1: 3.0, 2: 1.5, 3: 2.0, 4: None}
@@ -383,24 +348,6 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
         store.locate(str(tmp_path / "empty"), tmp_path / "run")
     with pytest.raises(CheckpointError, match="config.json is a file; name the folder"):
         store.locate(str(tmp_path / "config.json"), tmp_path / "run")
-
-
-@pytest.fixture
-def cached(tmp_path, monkeypatch) -> Path:
-    """A model in a cache of the hub that is made here as huggingface_hub makes it; nothing is downloaded."""
-    model = tmp_path / "model"
-    model.mkdir()
-    write_model(model)
-    return cached_on_the_hub(model, "acme/tiny-1", tmp_path / "cache", monkeypatch)
-
-
-def test_a_model_is_found_by_its_name_and_by_a_revision(cached, tmp_path):
-    for name in ("acme/tiny-1", f"acme/tiny-1@{cached.name}", "acme/tiny-1@main"):
-        assert store.locate(name, tmp_path / "run") == cached
-    assert name_of_download(cached) == f"acme/tiny-1@{cached.name}"
-    assert name_of_download(tmp_path) is None
-    shutil.copytree(cached, tmp_path / "acme" / "tiny-1")
-    assert store.locate("acme/tiny-1", tmp_path / "run") == tmp_path / "acme" / "tiny-1", "what is here comes first"
 
 
 @fork_warning

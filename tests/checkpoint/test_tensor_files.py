@@ -1,8 +1,6 @@
 """Tensors that are read by rows and one at a time; the bytes of the files are tested in test_store.py."""
 
-import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,26 +34,6 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
                                           *(piece.flatten() for piece in pieces)]), tensor.flatten())
             assert all(piece.nbytes <= 40 or len(piece) == 1 for piece in pieces)
     assert opened["matrix"].equals(lazy(tensors["matrix"])) and not opened["matrix"].equals(lazy(torch.zeros(7, 5)))
-
-
-def resident_bytes_of_files() -> int:
-    return int(re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-def test_only_the_rows_that_are_asked_for_are_read(tmp_path):
-    size, row = 1 << 25, 1 << 13
-    header = f'{{"a":{{"dtype":"U8","shape":[{size // row},{row}],"data_offsets":[0,{size}]}}}}'.encode()
-    with open(tmp_path / "file", "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)  # zeros
-    before, tensor = resident_bytes_of_files(), open_tensors(tmp_path / "file")["a"]
-    rows = tensor.read(3_000, 3_016)
-    assert rows.shape == (16, row) and not rows.any()
-    assert resident_bytes_of_files() - before < size / 8
-    whole = tensor.full()
-    assert not whole.any() and resident_bytes_of_files() - before > size / 2
-    del whole, rows
-    assert resident_bytes_of_files() - before < size / 8
 
 
 def one_at_a_time(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:

@@ -9,11 +9,9 @@ from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, prepare
 
 from checkpoint import huggingface, store
 from checkpoint.tensors import read_all
-from extensions.inference.weights import merge
 from tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-peft = pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 UNUSED, CONTEXT = 27, 512
 
 
@@ -46,12 +44,6 @@ def opened(folder: Path, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def logits(model, ids: int) -> torch.Tensor:
-    tokens = torch.randint(ids, (2, 20), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model(tokens).logits[..., :ids].float()
-
-
 def test_an_export_has_the_dtype_and_the_context_of_the_base(base, prepared, tmp_path, capsys):
     """Checkpoints are float32, and resume exactly. The fields that are not used are named once and not saved."""
     whole = run_from(base, prepared, tmp_path / "whole").trained()
@@ -76,31 +68,3 @@ def test_an_export_has_the_dtype_and_the_context_of_the_base(base, prepared, tmp
     # A next stage begins with float32, and still remembers.
     chained = run_from(source, prepared, tmp_path / "chained", MAX_STEPS=1, RESET_OPTIMIZER="true").trained()
     assert store.read_state(chained.checkpoint(1))["base_dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize("base, matrices, ranks", [
-    (True, {}, 1), (False, {"LORA_TRAIN_HEAD": "true"}, 1), (False, {"LORA_TRAIN_EMBEDDINGS": "true"}, 2),
-    (True, {"LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}, 2), (True, {"LORA_TRAIN_HEAD": "true"}, 1)],
-    ids=["adapters", "head", "embedding", "both", "tied head"], indirect=["base"])
-def test_peft_loads_adapters_on_a_base_with_padded_rows(base, matrices, ranks, prepared, tmp_path):
-    """A resumed run is the uninterrupted one, and the merged model has the base's dtype and PEFT's logits."""
-    lora = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_TRAIN_TOKENS": "none", "SHARDING": "full" if ranks == 2 and len(matrices) == 1 else "none", **matrices}
-    run, parts = (run_from(base, prepared, tmp_path / name, **lora) for name in ("run", "parts"))
-    for each, changes in ((run, {}), (parts, {"STOP_STEP": 2}), (parts, {})):
-        if ranks == 1:
-            assert each.train(**changes) == 0
-        else:
-            each.ends([0] * ranks, **changes)
-    assert_same_run(parts, run, 4)
-    folder, ids = run.checkpoint(4), load_tokenizer(str(prepared.tokenizer)).vocab_size
-    model = peft.PeftModel.from_pretrained(opened(base, dtype=torch.float32), folder).eval()
-    before = opened(base, dtype=torch.float32).state_dict()
-    for name, tensor in model.state_dict().items():
-        if "modules_to_save" in name:
-            whole = before["model.embed_tokens.weight" if "embed_tokens" in name else "lm_head.weight"]
-            assert torch.equal(tensor[ids:], whole[ids:]) and not torch.equal(tensor[:ids], whole[:ids])
-    expected = logits(model, ids)
-    merge(folder, tmp_path / "merged")
-    assert opened(tmp_path / "merged").dtype == torch.bfloat16
-    merge(folder, tmp_path / "fp32", dtype=torch.float32)
-    assert (logits(opened(tmp_path / "fp32"), ids) - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -95,18 +95,6 @@ def test_chat_is_the_rendered_template_token_for_token(native, hf_tokenizer, tra
     assert format_of(native).encode_prompt(messages) == format_of(hf_tokenizer).encode_prompt(messages) == expected
 
 
-def test_chat_is_spelled_as_metas(meta):
-    dialog = [{"role": "system", "content": "This is a test sentence."},
-              {"role": "user", "content": "This is a response."}]
-    # Published example of the Llama 3 repository's own test.
-    expected = [128000, 128006, 9125, 128007, 271, 2028, 374, 264, 1296, 11914, 13, 128009,
-                128006, 882, 128007, 271, 2028, 374, 264, 2077, 13, 128009, 128006, 78191, 128007, 271]
-    assert load_chat_format(meta).encode_prompt(dialog) == expected
-    answered = load_chat_format(meta).encode_chat([*dialog, {"role": "assistant", "content": " This is a response.\n"}])
-    assert answered == [(expected, False), ([2028, 374, 264, 2077, 13, 128009], True)]
-    assert load_chat_format(meta).stop_ids == {128001, 128009}
-
-
 def test_the_format_is_the_tokenizers_own_or_llama_3s(native, hf_tokenizer, with_template):
     # The hash of Llama 3's format is in the names of prepared sets.
     assert load_chat_format(native).sha256 == load_chat_format(hf_tokenizer).sha256 == hashlib.sha256(b"Llama 3").hexdigest()
@@ -246,22 +234,6 @@ def test_what_templates_are_written_with_works_as_in_transformers(with_template,
     chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
     assert_as_transformers(chat_format, tmp_path, [{"role": "system", "content": "Be kind."}, *DIALOG])
     assert "it's" in chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOG[:1]))
-
-
-@pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transformers_does(scheme, with_template, tmp_path):
-    def sentencepiece(document):
-        vocabulary = ["<unk>", *map(chr, range(32, 127)), "\u2581", "\n", "\u2581c", "\u2581ca", "\u2581cat", "it"]
-        document["model"] = {"type": "BPE", "vocab": {token: number for number, token in enumerate(vocabulary)},
-                             "unk_token": "<unk>", "merges": ["\u2581 c", "\u2581c a", "\u2581ca t", "i t"]}
-        for number, token in enumerate(document["added_tokens"]):
-            token["id"] = len(vocabulary) + number
-        document["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
-        document["decoder"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
-
-    for template in (CHATML, BRACKETS, "{{ messages[0].content }}" + CHATML):
-        chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", change=sentencepiece))
-        assert_as_transformers(chat_format, tmp_path, DIALOG)
 
 
 @pytest.mark.parametrize("template, complaint", [

@@ -68,17 +68,6 @@ def test_words_of_any_script_are_those_that_spaces_separate_however_they_are_wri
     assert len(words_of("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย")) == 4, "Thai is divided at its vowel signs"
 
 
-@pytest.mark.parametrize("length", [7, 8, 12, 13, 14])
-def test_short_items_are_compared_as_a_whole_or_counted(tmp_path, length):
-    """GPT-3 (arXiv:2005.14165, appendix C) compares 8 to 13 words, by the lengths of the items."""
-    question = WORDS[:length]
-    write_jsonl(tmp_path / "items.jsonl", [{"question": " ".join(question), "answer": "nine"}, {"question": " ".join(WORDS[20:40])}])
-    found = EvaluationItems(str(tmp_path / "items.jsonl"))
-    assert (found.count, found.short) == (2, length < 8)
-    for text, is_found in ((["so", *question, "yes"], length > 7), (question[1:], length > 13), (["nine"], False)):
-        assert (found.overlap(text) is not None) == is_found
-
-
 @pytest.mark.parametrize("kind, record", [
     ("documents", lambda text: {"text": text}),
     ("chats", lambda text: {"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]}),

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
-import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
 from data_pipeline.mixture import Mixture, Phase, read_mix, weight_units
 from data_pipeline.prepare import PreparationOptions
 from data_preparation_utils import prepare_mixture
-from dataloaders import Mixing, RowOrder, Rows, open_rows
-from run.facts import read_inputs
+from dataloaders import Mixing, RowOrder, open_rows
 from tokenizer import load_tokenizer
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
@@ -44,17 +42,6 @@ def test_each_position_has_one_source_and_each_source_its_share_to_within_a_row_
         expected = share * np.arange(inside.shape[1])
         assert np.abs(inside - expected).max(initial=0) < len(mixing.sizes)
         assert (inside[np.array(phase.weights) == 0] == 0).all()
-
-
-@settings_of(max_examples=40)
-@given(mixings(), st.integers(0, 400), st.sampled_from([None, 7]))
-def test_the_first_batches_are_the_rows_that_a_run_reads_source_by_source(mixing, count, seed):
-    rows = Rows((), mixing, "")
-    sources = rows.first_batches(count, seed, 3)
-    ends = np.cumsum(mixing.sizes)
-    batches = [batch + end - size for batches, end, size in zip(sources, ends, mixing.sizes, strict=True) for batch in batches]
-    assert np.concatenate(batches).tolist() == sorted({*mixing.rows_at(np.arange(count), seed).tolist()})
-    assert all(len(batch) <= 3 for batch in batches)
 
 
 @settings_of(max_examples=40)
@@ -170,25 +157,6 @@ def test_a_batch_holds_the_rows_of_the_sets(sources, prepared):
     facts = rows.source_table(48)
     assert [fact["share"] for fact in facts] == [30 / 48, 18 / 48]
     assert facts[1]["passes"] == 18 / len(rows.sources[1]) > 0
-
-
-def test_validation_has_the_weights_of_the_last_phase(sources, prepared):
-    tokenizer = load_tokenizer(str(prepared.tokenizer))
-    config = settings(prepared, sources((0.5, [3, 1]), (1, [1, 3])), VALIDATION_ROWS=8)
-    rows = open_rows(config, "validation", tokenizer, "auto")
-    assert len(rows) == 8 and np.bincount(rows.locate(np.arange(8))[0]).tolist() == [2, 6]
-    assert rows(np.arange(8)).tokens_BT.shape == (8, 32)
-
-
-def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepared, monkeypatch):
-    monkeypatch.setattr(preparation, "FEW_DOCUMENTS", 1)  # larger sets need not hold out any
-    folder = sources((1, [1, 1]), validation_fraction=0.03)
-    config = settings(prepared, folder, VALIDATION_ROWS=3)
-    inputs = read_inputs(config, verify=False)
-    left_out = [part is None for part in inputs.validation_rows.sources]
-    assert left_out == [False, True] and "(none of plays) held out" in inputs.description
-    with pytest.raises(DataError, match="no source has a row of validation"):
-        open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")
 
 
 def test_an_invalid_mixture_is_an_error_that_names_the_fault(sources, prepared, tmp_path):

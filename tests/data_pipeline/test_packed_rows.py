@@ -142,14 +142,6 @@ def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_pat
     assert float(packed[0]) == pytest.approx(float(expected[0]), rel=1e-5) and furthest(packed[1], expected[1]) < 1e-5
 
 
-def test_without_document_mask_chats_are_not_numbered_but_pairs_are(tmp_path):
-    chats = opened(write(tmp_path / "chats", "chats", draw_chats(5)), "chats")
-    pairs = opened(write(tmp_path / "pairs", "pairs", draw_pairs(5)), "pairs")
-    with_mask, without = (ExampleRows(chats, 64, document_mask)(np.array([0])) for document_mask in (True, False))
-    assert without.document_ids_BT is None and torch.equal(with_mask.targets_BT, without.targets_BT)
-    assert ExampleRows(pairs, 64, document_mask=False)(np.array([0])).document_ids_BT is not None
-
-
 def test_the_rows_stay_as_they_are(tmp_path):
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
     chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
@@ -191,15 +183,6 @@ def documents_of(rows):
             own = [batch.document_ids_BT == 2 * place + side for side in (1, 2)]
             found[example] = [(batch.tokens_BT[each].tolist(), batch.targets_BT[each].tolist()) for each in own]
     return found
-
-
-def test_pairs_that_do_not_fit_are_left_out_with_drop_and_the_other_rows_stay_as_they_were(tmp_path):
-    """As in versions that knew nothing else, whose runs resume with it."""
-    pairs = opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (3, 2, 4), (1, 1, 1), (50, 1, 1))), "pairs")
-    rows = ExampleRows(pairs, 9, truncation="drop")
-    assert (rows.examples, rows.left_out, rows.truncated, rows.tokens) == (2, 2, 0, 9 + 2)
-    assert rows.fingerprint == pairs.fingerprint and rows.row_tokens == 9
-    assert documents_of(rows)[0] == [([1, 2, 3, 2], [-100, -100, 2, 2]), ([1, 2, 3, 3, 3], [-100, -100, 3, 3, 3])]
 
 
 def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_path):
@@ -271,15 +254,6 @@ def test_segments_that_are_overwritten_during_a_run_change_nothing(tmp_path):
     before = [[part.tolist() for part in examples.read(number)] for number in (0, 1)]
     os.truncate(tmp_path / "train-segments-00000.bin", 0)
     assert [[part.tolist() for part in examples.read(number)] for number in (0, 1)] == before
-
-
-def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
-    chats = draw_chats(9)
-    one = opened(write(tmp_path / "one", "chats", chats), "chats").fingerprint
-    assert opened(write(tmp_path / "two", "chats", chats), "chats", verify="never").fingerprint == one
-    (_, prompt), (_, words) = chats[4][:2]
-    chats[4][:2] = [(PROMPT, prompt[:-1]), (WORDS, prompt[-1:] + words)]  # the same tokens with other segments
-    assert opened(write(tmp_path / "three", "chats", chats), "chats").fingerprint != one
 
 
 # Llama 3's format, with the tags that tell transformers which tokens are the assistant's.

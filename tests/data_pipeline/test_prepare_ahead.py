@@ -29,7 +29,6 @@ from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows
 from extensions import prepare_ahead
 from extensions.preparation import look, slots_of, why_ended
-from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Ranks
 from tokenizer import load_tokenizer
 
@@ -167,29 +166,6 @@ def test_the_journal_lists_shards_as_they_are_finished(tmp_path, prepared, monke
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {path.name: path.read_bytes() for path in other.iterdir()}
 
 
-@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
-def test_either_way_continues_a_preparation_that_the_other_began(tmp_path, prepared, monkeypatch, first, then):
-    source, original, calls = write_source(tmp_path), preparation.tokenize_documents, []
-
-    def stop(spec, documents):
-        calls.append(len(documents))
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        return original(spec, documents)
-
-    kind = preparation.DOCUMENTS
-    monkeypatch.setattr("data_preparation_utils.DOCUMENTS", kind._replace(tokenize=stop))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(source, prepared.tokenizer, tmp_path / "out", ahead=first, journal_seconds=0.0)
-    before = len(calls)
-    folder = prepare(source, prepared.tokenizer, tmp_path / "out", ahead=then, journal_seconds=0.0)
-    assert sum(calls[before:]) + sum(calls[:before - 1]) == 120, "each document once"
-    monkeypatch.setattr("data_preparation_utils.DOCUMENTS", kind)
-    other = prepare(source, prepared.tokenizer, tmp_path / "other")
-    assert (folder / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
-    assert not [*(tmp_path / "out").glob("tmp-*")]
-
-
 def opened(prepared, folder, split, **settings):
     settings = {name.lower(): str(value) for name, value in ({"MAX_SEQ_LEN": 32, "TOTAL_BATCH_SIZE": 256} | settings_of(folder)).items()} | settings
     config = Config(prepare_ahead=True, micro_batch_size=2, **settings)
@@ -287,14 +263,6 @@ def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared,
     assert steps_of(run) == steps_of(before)
 
 
-def test_a_signal_ends_the_wait_with_a_checkpoint(tmp_path, prepared, whole, monkeypatch):
-    publish(whole, tmp_path / "grows", 1)
-    monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
-    patch_sleep(monkeypatch, lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
-    run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows", SAVE_EVERY=0)
-    assert run.train() == EXIT_PREEMPTED and run.steps_saved() == [2]
-
-
 @both_kinds
 def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared, whole, capfd, kind):
     run = ahead_run(prepared, tmp_path / "run", whole)
@@ -348,23 +316,6 @@ def test_the_slots_of_chats_are_those_of_the_rows(tmp_path):
     assert ((slots > 0).sum(), (slots == 0).sum(), slots.sum()) == (rows.examples, rows.left_out, rows.tokens)
 
 
-@of_chats
-@pytest.mark.parametrize("rows", [1, 3, 500])
-def test_held_out_chats_are_the_first_that_fill_the_rows(tmp_path, prepared, whole, kind, rows):
-    """While more are written, and with fewer than asked for once the set is complete."""
-    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    stored = open_example_set(whole, "validation", "chats", tokenizer)
-    slots = [min(129, end - start) - 1 for start, end in zip(stored.starts, stored.starts[1:])]
-    filled = [number for number in range(1, len(slots) + 1) if sum(slots[:number]) >= rows * 128] or [len(slots)]
-    publish(whole, tmp_path / "grows", 2)
-    for folder in (whole, *[tmp_path / "grows"] * (rows < 500)):
-        packed = opened(prepared, folder, "validation", validation_rows=rows, validate_every=1)
-        assert packed.example_set.starts.tolist() == stored.starts[:filled[0] + 1].tolist()
-        assert len(packed) >= min(rows, len(packed)) and all(
-            np.array_equal(one, other) for number in range(filled[0]) for one, other in zip(packed.example_set.read(number), stored.read(number)))
-    assert len(packed) >= rows or filled[0] == len(stored)
-
-
 @pytest.mark.parametrize("shard", [1, -1])
 def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepared, whole, capfd, monkeypatch):
     """Each machine may prepare its own set; here another rank has another second or last shard."""
@@ -380,24 +331,6 @@ def test_machines_with_other_shards_do_not_train_together(shard, tmp_path, prepa
     assert run.train() == 3
     assert f"shard {place} differs between machines, because their sources or tokenizers do" in capfd.readouterr().err
     assert run.train(PRETRAIN_DATA_PATH=tmp_path / "none") == 3 and "none does not exist" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@both_kinds
-def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
-    data = tmp_path / "grows" / "0123456789abcdef"
-    publish(whole, data, 1)
-    run = ahead_run(prepared, tmp_path / "run", data, MICRO_BATCH_SIZE=2)
-    with open(data.parent / f".{data.name}.{socket.gethostname()}.holder", "w") as holder:  # this process prepares
-        holder.write(f"process {os.getpid()} on {socket.gethostname()}")
-        holder.flush()
-        job = run.start(2, STOP_STEP=4)
-        job.wait_for("Waiting for data")
-        publish(whole, data, 2)
-        assert job.wait() == [0, 0], job.text()
-        publish(whole, data, 1000)
-        assert run.train() == 0
-    assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(before)]
 
 
 SLOW = """

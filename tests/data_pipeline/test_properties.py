@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from faults import flip_bit
 from hypothesis import assume, example, given, settings
@@ -95,23 +93,6 @@ def test_any_lines_as_text(folder, lines, ended):
     check_reading(path, len(lines), [], documents="line")
 
 
-@given(st.lists(st.none() | st.binary(max_size=12), max_size=8))
-def test_any_cells_of_a_parquet_file(folder, cells):
-    path = folder / "any.parquet"
-    array = pa.array(cells, pa.binary())
-    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), len(array), array.buffers())}), path)
-    try:
-        texts = [(cell or b"").decode() for cell in cells]
-    except UnicodeDecodeError:
-        with pytest.raises(DataError, match="any.parquet: .*utf-8"):
-            read(path, True)
-        return
-    sound = [text for text in texts if text.strip() and flaw_of(text) is None]
-    texts, _ = read(path, True)
-    assert texts == sound
-    check_reading(path, len(cells), sound)
-
-
 @given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda content: b"PAR1" + content + b"PAR1"),
        st.sampled_from([".parquet", ".jsonl.gz", ".txt.xz", ".jsonl.bz2", ".txt.zst", ".json", ".raw"]))
 def test_any_bytes_are_records_or_an_error_that_names_the_file(folder, content, suffix):
@@ -166,12 +147,6 @@ def test_the_bins_follow_from_the_lengths_alone(problem, random):
     for bin in range(len(packing)):
         assert lengths[order][shuffled.items_in(bin)].tolist() == lengths[packing.items_in(bin)].tolist()
     assert len(shuffled) == len(packing)
-
-
-def test_ids_beyond_16_bits_are_sorted_as_well():
-    packing = pack(np.array([70_000, 3, 65_537, 30_000]), 100_000)
-    assert sorted(map(len, np.split(packing.items, packing.offsets[1:-1]))) == [2, 2]
-    assert packing.items_in(0).tolist() == [0, 3]
 
 
 @fewer

@@ -47,16 +47,6 @@ def prepared(tmp_path):
     return prepare(tmp_path / "set", train=[train[:30], train[30:35], train[35:]], validation=[np.arange(100, 140)])
 
 
-def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
-    unfinished = prepared.parent / "tmp-other"
-    unfinished.mkdir()
-    (unfinished / shard_reader.MANIFEST).write_text("{}")
-    assert open_train(prepared.parent).tokens == 52
-    prepare(prepared.parent / "second", train=[range(9)])
-    with pytest.raises(DataError, match=r"(?s)several prepared sets.*second.*set"):
-        open_train(prepared.parent)
-
-
 def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     same = prepare(tmp_path / "elsewhere", train=[np.arange(30), np.arange(30, 35), np.arange(35, 52)])
     other = prepare(tmp_path / "other", train=[np.arange(30), np.arange(30, 35), np.arange(36, 53)])
@@ -250,17 +240,6 @@ def test_foreign_files_are_read(foreign, kind, monkeypatch):
         open_train(folder, vocab_size=39)
 
 
-@pytest.mark.parametrize("names, split", [
-    (["x_val_0", "x_train_0"], "validation"), (["val"], "validation"), (["my-validation"], "validation"), (["train"], "train"), (["interval_0"], "train")])
-def test_a_validation_set_of_foreign_files_is_what_they_call_validation_or_all(tmp_path, names, split):
-    for number, name in enumerate(names):
-        write_llmc(tmp_path / f"{name}.bin", [number] * 20)
-    assert shard_reader.split_to_validate(tmp_path) == split
-    assert shard_reader.split_to_validate(tmp_path / f"{names[0]}.bin") == split
-    if names != ["interval_0"]:  # a folder's files are found by these words
-        assert shard_reader.open_token_set(tmp_path, split, shard_reader.TokenizerInfo(VOCABULARY)).read(0, 20).tolist() == [0] * 20
-
-
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
 @pytest.mark.parametrize("has_header", [False, True], ids=["raw", "header"])
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f2", "<f4", "<f8", "<u1"])
@@ -275,17 +254,6 @@ def test_ids_that_are_not_uint16_are_refused_with_a_way_that_works(tmp_path, dty
     exec(re.search(r"run (numpy.save.*) in its folder", str(error.value))[1], {"numpy": np})
     (tmp_path / "train.bin").unlink()
     assert open_train(tmp_path, vocab_size=vocabulary).read(0, 3000).tolist() == ids.tolist()
-
-
-@pytest.mark.parametrize("content, advice", [
-    ("Once upon a time. " * 40, "call it .txt or .jsonl"), ("Es war einmal. \u00e4\u6a4b" * 90, "call it .txt or .jsonl"), (b"PAR1" + bytes(99), "call it .parquet")])
-def test_a_raw_name_does_not_make_text_or_a_table_tokens(tmp_path, content, advice):
-    (tmp_path / "train.bin").write_bytes(content if isinstance(content, bytes) else content.encode()[:1000])
-    with pytest.raises(DataError, match=f"train.bin: holds text or records, not tokens; {advice}, and prepare that with"):
-        open_train(tmp_path, vocab_size=1 << 16)
-    (tmp_path / "train.bin").rename(tmp_path / "train.txt")  # what the advice leads to
-    with pytest.raises(DataError, match="train.txt: .*; prepare it with .* --source .*train.txt"):
-        open_train(tmp_path / "train.txt", vocab_size=1 << 16)
 
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])

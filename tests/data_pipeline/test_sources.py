@@ -3,13 +3,10 @@
 import bz2
 import csv
 import gzip
-import io
 import json
 import lzma
 import os
 import re
-import shutil
-import subprocess
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -26,7 +23,6 @@ import zstandard
 
 from common.errors import DataError, SettingsError
 from data_pipeline import sources
-from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
 
 
@@ -49,37 +45,6 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
                 sources._rows_at_once(file, raw)
         else:
             assert 200 < sources._rows_at_once(file, raw) < 300
-
-
-def parquet_of(table):
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    return buffer.getvalue()
-
-
-MAPPED = pa.table({"text": ["a"], "tags": pa.array([[("x", "y")]], pa.map_(pa.string(), pa.string()))})
-WRAPPED = {"version": 1, "data": [{"text": "a"}]}
-
-
-@pytest.mark.parametrize("pattern, files, reason", [
-    ("", {}, "the folder is empty; check the path"),
-    ("sub*", {"sub/b.jsonl": b"{}"}, "sub.*: no file to read, only 1 folders that match .*; check the path"),
-    ("", {os.fsdecode(b"\xff.txt"): b"one"}, r"\\udcff.txt: the file's name is not UTF-8; rename it"),
-    ("", {"x.json": json.dumps(WRAPPED).encode()}, "x.json:1: .*write only it into a .json file"),
-    ("", {"x.json": json.dumps(WRAPPED, indent=1).encode()}, "x.json:1: .*but not inside an object"),
-    ("", {"x.jsonl": gzip.compress(b"{}")}, "x.jsonl: it is not text but a .gz file; rename it to x.jsonl.gz"),
-    ("", {"x.txt": bz2.compress(b"So.")}, "x.txt: it is not text but a .bz2 file; rename it to x.txt.bz2"),
-    ("", {"x.jsonl.gz": gzip.compress(gzip.compress(b"{}"))}, "it is not text but a .gz file; write its content as text"),
-    ("", {"x.parquet": parquet_of(MAPPED)}, "x.parquet: column 'tags' has the type map<string, string.*drop the column"),
-    ("", {"x.jsonl": json.dumps({f"k{n}": 1 for n in range(30)}).encode()}, "it has 'k0', .*'k19' and 10 more"),
-    # Most of it is UTF-8, which a conversion would spoil.
-    ("", {"x.txt": "Größe\n".encode() * 9 + b"caf\xe9\n"}, "(?s)^(?!.*iconv).*x.txt:.* not UTF-8")])
-def test_what_cannot_be_read_is_named_with_a_remedy(tmp_path, pattern, files, reason):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=reason):
-        texts_of(tmp_path / pattern)
 
 
 def texts_of(path, skip_bad=False, **fields):
@@ -181,22 +146,6 @@ def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
         assert [record["text"] for _, record in found] == ["first", "last"] and reading.bad == 1
 
 
-def test_the_same_rows_in_two_formats_are_read_once_as_by_datasets_and_other_mixtures_are_named(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(jsonl("one", "two"))
-    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
-    assert datasets().load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path.parent / "cache"))["text"] == ["one", "two"]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl("one", "two").encode()))
-    capsys.readouterr()
-    assert texts_of(tmp_path)[0] == ["one", "two"]
-    assert capsys.readouterr().err == f"{tmp_path}: reading 1 file; not read: 2 also in another format (a.jsonl, a.jsonl.gz)\n"
-    assert len(texts_of(tmp_path / "a.*")[0]) == 2
-    # Other names are other records, but perhaps not; descriptions of texts are told by their columns.
-    (tmp_path / "b.jsonl").write_text(jsonl("three"))
-    sources.remote_data.say_once.cache_clear()
-    assert texts_of(tmp_path)[0] == ["one", "two", "three"]
-    assert "reading 2 files, 1 of jsonl (b.jsonl); 1 of parquet (a.parquet); not read" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
     path = tmp_path / f"x.jsonl.{suffix}"
@@ -209,19 +158,6 @@ def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp
         path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
         with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
             texts_of(path)
-
-
-@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
-def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_path, suffix, packed):
-    path, whole = tmp_path / f"x.txt.{suffix}", packed.compress(b"".join(b"line %d\n" % number for number in range(500)))
-    for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3],
-                    whole + b"\n", whole + b"junk" * 30_000, 2 * whole + b"{}\n" * 9):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=f"{path.name}: .*; check that it exists, is complete and can be read"):
-            texts_of(path)
-    for between in (b"", packed.compress(b""), *([b"\0" * 100_000] if suffix != "zst" else [])):  # zeros as from a tape
-        path.write_bytes(whole + between + whole + between)
-        assert len(texts_of(path, documents="line")[0]) == 1000
 
 
 @pytest.mark.parametrize("documents, expected", [
@@ -329,31 +265,6 @@ def test_a_folder_that_datasets_saved_is_read_by_split(saved):
         texts_of(saved)
 
 
-@pytest.mark.parametrize("record, names, expected", [
-    ({"id": "1", "dialogue": "A: hi\nB: ho", "summary": "They greet."}, "prompt=dialogue,completion=summary",
-     ["A: hi\nB: ho", "They greet."]),
-    ({"problem": "1+1?", "generated_solution": "2", "expected_answer": "2", "messages": [{"role": "user", "content": "no"}]},
-     " prompt=problem, completion=generated_solution", ["1+1?", "2"]),
-    ({"instruction": "Say it.", "response": "It.", "label": 0}, "instruction,output=response", ["Say it.", "It."]),
-], ids=["samsum", "OpenMath", "own"])
-def test_columns_of_other_names_are_chats(tmp_path, record, names, expected):
-    source = Source(path=str(tmp_path / "x.jsonl"), map=names)
-    (tmp_path / "x.jsonl").write_text(json.dumps(record))
-    assert [message["content"] for chat in read_examples("chats", source, Reading()) for message in chat.messages] == expected
-    with pytest.raises(DataError, match=f"x.jsonl:1: has no column 'solution'; it has '{next(iter(record))}', .*--map"):
-        list(read_examples("chats", replace(source, map="prompt=solution"), Reading()))
-
-
-def test_a_text_of_another_name_is_read_and_names_count_in_the_identity_only_if_given(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"body": "a", "text": "b"}\n')
-    assert texts_of(tmp_path / "x.jsonl", map="text=body")[0] == ["a"]
-    plain, named = (identify(Source(path=str(tmp_path / "x.jsonl"), map=names), {}) for names in ("", "text=body"))
-    assert "map" not in plain and {**plain, "map": {"text": "body"}} == named
-    for wrong in ("=", "text", "text,body", "=body", "text=a,text=b", "text=a,"):
-        with pytest.raises(SettingsError, match="--map .*: expected name=column"):
-            texts_of(tmp_path / "x.jsonl", map=wrong)
-
-
 def test_a_local_source_is_its_content_wherever_it_lies(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
@@ -432,29 +343,6 @@ def test_a_snapshot_in_the_hub_s_cache_is_read_offline_if_it_is_whole(offline):
         identify(source, {})
 
 
-def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
-    folder = offline / "datasets" / "my___my_texts" / "default" / "0.0.0" / COMMIT
-    for split in ("train", "test"):
-        data = datasets().Dataset.from_dict({"text": [f"{split} {number}" for number in range(9)]})
-        data.save_to_disk(offline / split)
-        folder.mkdir(parents=True, exist_ok=True)
-        next((offline / split).glob("*.arrow")).rename(folder / f"my_texts-{split}.arrow")
-    splits = {split: {"name": split, "num_bytes": 1, "num_examples": 9, "dataset_name": "my_texts"} for split in ("train", "test")}
-    (folder / "dataset_info.json").write_text(json.dumps({"config_name": "default", "splits": splits, "builder_name": "json",
-                                                          "dataset_name": "my_texts", "version": {"version_str": "0.0.0"}}))
-    # The library itself finds its cache there.
-    assert [row["text"] for row in datasets().load_dataset("my/MyTexts", split="test")] == [f"test {number}" for number in range(9)]
-    for split in ("train", "test"):
-        source = Source(name="my/MyTexts", split=split)
-        assert identify(source, {})["revision"] == COMMIT
-        assert texts_in(source) == [f"{split} {number}" for number in range(9)]
-    with pytest.raises(DataError, match="has no split 'val'"):
-        texts_in(replace(source, split="val"))
-    for other in (replace(source, config="big"), replace(source, revision="v2")):
-        with pytest.raises(DataError, match="request to the hub failed"):
-            identify(other, {})
-
-
 def texts_in(source):
     return [document.text for document in read_texts(source, Reading())]
 
@@ -526,35 +414,6 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
             texts_of(tmp_path)
 
 
-def test_links_are_followed_and_a_loop_ends(tmp_path, capsys):
-    write_tree(tmp_path / "far", "a.jsonl", "deep/b.jsonl")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "own.jsonl").write_text(jsonl("own"))
-    (folder / "blob.jsonl").symlink_to(tmp_path / "far" / "a.jsonl")
-    (folder / "linked").symlink_to("../far")
-    (folder / "linked too").symlink_to("../far")
-    (tmp_path / "far" / "deep" / "up").symlink_to("../../folder")
-    (tmp_path / "far" / "self").symlink_to(".")
-    expected = ["a.jsonl", "a.jsonl", "deep/b.jsonl", "a.jsonl", "deep/b.jsonl", "own"]
-    assert texts_of(folder)[0] == texts_of(f"{folder}/**")[0] == expected
-    assert "reading 6 files; not read: 4 links back to a folder above (linked too/deep/up, linked too/self, " in capsys.readouterr().err
-    assert texts_of(f"{folder}/*/*.jsonl")[0] == ["a.jsonl", "a.jsonl"] and texts_of(f"{folder}/*.jsonl")[0] == ["a.jsonl", "own"]
-    (folder / "gone.jsonl").symlink_to("missing")
-    with pytest.raises(DataError, match="gone.jsonl: is a link to missing, which does not exist; restore the file, or remove"):
-        texts_of(folder)
-
-
-@pytest.mark.parametrize("name", ["a[1].jsonl", "[x]/a*.jsonl", "what?.jsonl", "a::b.jsonl", "memory:/x.jsonl", "50% #1 ü .jsonl"])
-def test_a_name_that_exists_is_that_file_whatever_it_contains(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    write_tree(tmp_path, name, "a1.jsonl", "x/ab.jsonl", "whats.jsonl")
-    assert texts_of(name)[0] == texts_of(tmp_path / name)[0] == [name]
-    folder = os.path.dirname(name)
-    assert not folder or texts_of(folder)[0] == [name]
-    assert texts_of("a[1].jsonl" if name != "a[1].jsonl" else "a[12].jsonl")[0] == ["a1.jsonl"]
-
-
 @pytest.mark.parametrize("source, traits, refused", [
     ({"name": "my/texts", "config": "x"}, {"hub"}, ""), ({"path": "x", "config": "x"}, {"records", "splits"}, "--config-name"),
     ({"path": "x", "split": "x"}, {"records", "splits"}, ""), ({"path": "x", "split": "x"}, {"text", "records"}, "--split"),
@@ -579,39 +438,6 @@ def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_
         f"{file}:2: column 'text' is a number, expected text (also {file}:6 and 11 more)",
         f"{file}:3: column 'text' contains a NUL at character 3 (also {file}:7 and 10 more)",
         f"{file}:4: has no column 'text'; it has 'body' (--column) (also {file}:8 and 10 more)"]
-
-
-@pytest.mark.parametrize("splitter, kept", [
-    ("whole", []), ("blank", ["first\n", "third\n"]), ("wikitext", [" = C = \nthird\n"]), ("---", ["first\n"])])
-def test_a_document_with_a_bad_line_is_left_out_as_a_whole(tmp_path, splitter, kept):
-    texts = {"blank": b"first\n\nsec\xff\nond\n\n\xff\n\nthird\n", "---": b"first\n---\nsecond\n\xff\n",
-             "wikitext": b" = A = \nfirst\n\xff\n = B = \n\xff\n = C = \nthird\n"}
-    path = tmp_path / "x.txt"
-    path.write_bytes(texts.get(splitter, b"first\nsecond\nthird\n\xff\nfourth\n"))
-    reading = Reading(skip_bad=True)
-    assert [document.text for document in read_texts(Source(path=str(path), documents=splitter), reading)] == kept
-    assert any("the document that begins here is left out" in record for record in reading.bad_records)
-    with pytest.raises(DataError, match="byte . of the line is not UTF-8"):
-        [*read_texts(Source(path=str(path), documents=splitter), Reading())]
-
-
-@pytest.mark.skipif(not shutil.which("iconv"), reason="needs iconv")
-@pytest.mark.parametrize("name, encoding", [
-    ("texts.txt", "cp1252"), ("x.jsonl", "cp1252"), ("x.json", "cp1252"), ("x.jsonl.gz", "cp1252"), ("x.txt.gz", "utf-16"), ("x.txt", "cp1251")])
-def test_text_that_is_not_utf8_gets_a_command_that_converts_it(tmp_path, name, encoding):
-    text = "Однажды в студёную пору" if encoding == "cp1251" else "Il était une fois un café près de la forêt"
-    record = json.dumps({"text": text}, ensure_ascii=False)
-    content = f"{text}\n" if ".txt" in name else f"[{record}]" if name == "x.json" else f"{record}\n"
-    path, data = tmp_path / name, content.encode(encoding)
-    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    with pytest.raises(DataError) as refused:
-        texts_of(path)
-    (tmp_path / "OLD").write_bytes(data)
-    command = re.search("save it as UTF-8, for example with: (iconv [^(\n]*)", str(refused.value))[1]
-    if encoding == "cp1251":
-        command = command.replace("WINDOWS-1252", "WINDOWS-1251")
-    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-    assert (tmp_path / "NEW").read_text(encoding="utf-8-sig") == content
 
 
 @pytest.mark.parametrize("packed, unpacked, rows", [

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
-from data_preparation_utils import PreparationOptions, describe, prepare_set
+from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
@@ -196,26 +195,6 @@ def test_of_a_prompt_and_a_completion_only_the_completion_is_learned(tmp_path, t
     assert targets == [dialog[place]["content"] + "<|eot_id|>" for place in learned]
 
 
-def test_an_answer_that_the_vocabulary_cannot_write_is_a_bad_record(tmp_path, folder_path):
-    folder, records = tmp_path / "lacking", [chat("Was?", "Er s\u00e4gt."), chat("W\u00e4s?", "Er sagt.")]
-    shutil.copytree(folder_path, folder)
-    document = json.loads((folder / "tokenizer.json").read_text())
-    lost = [name for name in document["model"]["vocab"] if "\u00a4" in name]  # the second byte of an \u00e4
-    for name in lost:
-        document["model"]["vocab"][f"unused {name!a}"] = document["model"]["vocab"].pop(name)
-    document["model"]["merges"] = [merge for merge in document["model"]["merges"] if "\u00a4" not in merge]
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    source = write_jsonl(tmp_path / "x.jsonl", [{"messages": messages} for messages in records])
-    with pytest.raises(DataError, match="x.jsonl:1: its answer has '\u00e4', which is not in the vocabulary"):
-        prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0)
-    made = prepare("chats", source, str(folder), tmp_path / "out", validation_fraction=0, on_bad_record="skip")
-    assert files_of(made)[MANIFEST]["skipped"]["lost"] == {"\u00e4": 1} and len(examples_of(made, "train")) == 1
-    thoughts = {"messages": [*chat("Was?"), {"role": "assistant", "content": "Er sagt.", "reasoning_content": "s\u00e4gt er?"}]}
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("m.content", "(m.reasoning_content or '') ~ m.content"))
-    with pytest.raises(DataError, match="x.jsonl:1: its answer has '\u00e4'"):
-        prepare("chats", write_jsonl(tmp_path / "x.jsonl", [thoughts]), str(folder), tmp_path / "out", validation_fraction=0)
-
-
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
     records = [{**chat, **pair} for chat, pair in zip(chats(40, seed=1), pairs(40))]
     records = [{**record, "messages": record["messages"][-2:]} for record in records]
@@ -246,20 +225,6 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_pat
     prepare_under_fire(1, 0.05, "chats", source, folder_path, output, 500, tokenizer_backend="auto", shard_tokens=3000, workers=1,
                        on_bad_record="skip")
     assert files_of(output / undisturbed.name) == files_of(undisturbed) and not list(output.glob("tmp-*"))
-
-
-def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
-    source = write_jsonl(tmp_path / "x.jsonl", [*chats(9)[1:3], *chats(1), *chats(9)[3:5]])
-    for workers in (1, 2):
-        with pytest.raises(DataError, match=f"{source}:3: the chat template rejects this chat: no system role; correct the data, or"):
-            prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, workers=workers)
-    folder = prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
-    manifest = files_of(folder)[MANIFEST]
-    assert manifest["splits"]["train"]["documents"] == 4 and manifest["skipped"]["bad"] == 1
-    assert f"{source}:3" in manifest["skipped"]["bad_records"][0]
-    assert "Skipped: 1 bad record" in "\n".join(describe(folder)) and f"{source}:3" in "\n".join(describe(folder))
-    with pytest.raises(DataError, match=f"{source}:3"):
-        prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0)
 
 
 def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer_path):
@@ -316,23 +281,3 @@ def chat(*words, system=""):
 def example(*words, system="", answers=(), **fields):
     fields["answers"] = [{"role": "assistant", "content": answer} for answer in answers]
     return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
-
-
-def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_the_template(tmp_path, tokenizer_path, folder_path):
-    marked = TEMPLATE.replace("{{- '<|start_header_id|>' ~ m.role ~ ': ' ~ m.content | trim ~ '<|eot_id|>\\n' }}",
-                              "{{- '<|start_header_id|>' ~ m.role ~ ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content ~ '<|eot_id|>' }}"
-                              "{% endgeneration %}{% else %}{{ m.content ~ '<|eot_id|>' }}{% endif %}")
-    assert marked != TEMPLATE
-    dialog = [{"role": role, "content": f"{role} {number}"} for number in range(4) for role in ("user", "assistant")]
-    for template in (TEMPLATE, marked):
-        (Path(folder_path) / "chat_template.jinja").write_text(template)
-        records = [{"messages": dialog}, {"messages": dialog, "loss_mask": [0, 0, 0, 1, 0, 0, 0, 1]}, {"messages": dialog, "weight": [0, 0, 0, 1, 0, 1, 0, 0]}]
-        folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", records), folder_path, tmp_path / "out", validation_fraction=0)
-        whole, *masked = examples_of(folder, "train")
-        starts = np.cumsum([0, *(len(ids) for ids, _ in whole)]).tolist()
-        tokens = [token for ids, _ in whole for token in ids]
-        for example, answers in zip(masked, ((1, 3), (1, 2))):
-            borders = [border for answer in answers for border in starts[2 * answer + 1:2 * answer + 3]]
-            assert [ids for ids, _ in example] == [tokens[start:end] for start, end in zip([0, *borders], borders)]
-            assert [is_target for _, is_target in example] == [False, True] * 2
-    (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)

@@ -3,15 +3,13 @@
 import json
 import re
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 import torch
-from factories import UNMEASURED, Stages, TinyRun, sentence, write_jsonl
+from factories import UNMEASURED, Stages, TinyRun
 from torch.nn import functional as F
 
-from data_preparation_utils import PreparationOptions, prepare_mixture
 from dataloaders import Mixing, RowOrder, open_rows
 from extensions.debug.replay import replay
 from extensions.exclude import Examples, digest_of, exclude
@@ -100,14 +98,6 @@ def masked_by_hand(rows, tokenizer, pattern: str, row: int) -> tuple[list[int], 
     first = row * rows.row_tokens
     return flat[first:first + rows.row_tokens], [
         IGNORE_INDEX if is_out[place] or is_out[place + 1] else flat[place + 1] for place in range(first, first + rows.row_tokens)]
-
-
-def test_the_targets_of_all_rows_are_those_masked_by_hand(stages):
-    _, rows, tokenizer = opened(stages, "pretrain")
-    selectors, indices = [Selector("find", "cow met"), Selector("find", "fed the dog")], np.arange(len(rows))
-    batch = exclude(rows, tokenizer, selectors).rows(indices)
-    by_hand = [masked_by_hand(rows, tokenizer, "cow met|fed the dog", row) for row in indices.tolist()]
-    assert (batch.tokens_BT.tolist(), batch.targets_BT.tolist()) == tuple(map(list, zip(*by_hand)))
 
 
 def test_the_steps_that_are_affected_are_those_whose_targets_change(stages):
@@ -252,37 +242,3 @@ def test_a_replayed_step_leaves_out_the_same(stages, tmp_path):
     lines: list[str] = []
     replay(run.folder, 3, read_flags([]), info=lines.append)
     assert "is finite" in lines[-1] and "not the recorded step" not in lines[-1], lines
-
-
-MISTAKES = {"no file": (None, {}, "excluded.txt: cannot be read: No such file or directory; check the path"),
-            "no kind": (["text cow"], {}, "excluded.txt:3: 'text cow': expected find PATTERN, hash HASH, line FILE:LINE or source NAME"),
-            "no value": (["find"], {}, "excluded.txt:3: 'find': expected find PATTERN"),
-            "no pattern": (["find cow("], {}, "excluded.txt:3: 'find cow(': missing ), unterminated subpattern at position 3"),
-            "nothing": (["find whale", "find cow", "hash 0123"], {}, "'find whale' and 1 other line names nothing in the training split"),
-            "no mask": (["find cow"], {"DOCUMENT_MASK": "false"}, "needs DOCUMENT_MASK=true; without it, documents attend to earlier ones"),
-            "no extension": (["find cow"], {"EXTENSIONS": "guards"}, "needs exclude in EXTENSIONS; add it")}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_an_error_before_the_run_has_a_folder(mistake, stages, tmp_path, capsys):
-    lines, changes, words = MISTAKES[mistake]
-    path = tmp_path / "excluded.txt" if lines is None else excluded_file(tmp_path, *lines)
-    run = run_of("pretrain", stages, tmp_path / "run", EXCLUDE_DATA=path, **changes)
-    assert run.train() != 0 and words in capsys.readouterr().err
-    assert not run.lines("ledger") and not (run.folder / "config.json").exists()
-
-
-def test_a_source_of_a_mixture_is_left_out_and_rows_keep_their_places(stages, tmp_path):
-    parts = [write_jsonl(tmp_path / f"{name}.jsonl", ({"text": sentence(Random(seed + 9 * number))} for number in range(90)))
-             for seed, name in enumerate(("web", "math"))]
-    mix = write_jsonl(tmp_path / "mix.json", [{"sources": [{"path": part, "label": Path(part).stem} for part in parts]}])
-    options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-    folder = prepare_mixture("documents", mix, tmp_path / "data", options)
-    _, rows, tokenizer = opened(stages, "pretrain", PRETRAIN_DATA_PATH=folder)
-    excluded, indices = exclude(rows, tokenizer, [Selector("source", "web")]), np.arange(len(rows))
-    sources, _ = rows.locate(indices)
-    before, after = rows(indices), excluded.rows(indices)
-    assert torch.equal(before.tokens_BT, after.tokens_BT) and {*sources.tolist()} == {0, 1}
-    assert bool((after.targets_BT[sources == 0] == IGNORE_INDEX).all())
-    assert torch.equal(after.targets_BT[sources == 1], before.targets_BT[sources == 1])
-    assert [each.out_E.mean() for each in excluded.rows.sources] == [1, 0]

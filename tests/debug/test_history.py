@@ -186,15 +186,6 @@ def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, agai
     assert hashes(output) == hashes(run.checkpoint(3)) and f"WORLD_SIZE={again or recorded}, SHARDING={settings.get('SHARDING', 'none')}" in lines[1]
 
 
-def test_other_code_and_ranks_must_be_asked_for(checked, forked, tmp_path, lines):
-    run, output = checked[0].copy(tmp_path / "copy"), tmp_path / "out" / "five"
-    with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
-        recreate(run.folder, 5, output, ranks=2)
-    start_event(run, commit="abc")
-    recreate(run.folder, 5, output, force=True)
-    assert lines[0].startswith("Warning: step 4 was taken with commit abc, but this is")
-
-
 RANDOM_STEPS = 10  # of each stage and number of ranks: 100 in all
 STAGES_OF_SOAK = {**MODES, "pretrain": {"TRAINING_STAGE": "pretrain"}}
 

@@ -11,9 +11,6 @@ from factories import TinyRun
 
 from extensions.debug import without
 from extensions.debug.without import Experiment, Question, left_out, screen, spearman
-from extensions.settings import Selector
-
-COW = [Selector("find", "cow met the")]
 
 
 def data_of(page: Path) -> dict:
@@ -49,25 +46,6 @@ def test_another_rate_from_a_step_on_continues_the_checkpoint_before_it(trained,
     arm = arm_of(trained, tmp_path / "out")
     assert arm.lines("ledger") == by_hand.lines("ledger") and arm.hashes(6) == by_hand.hashes(6)
     assert arm.lines("ledger")[:3] == trained.lines("ledger")[:3]
-
-
-@pytest.mark.slow
-def test_runs_of_other_seeds_tell_an_effect_from_chance(trained, tmp_path):
-    data = data_of(Experiment(trained.folder, tmp_path / "out", COW, seeds=3, prompts=["The cow"]).run())
-    assert data["left_out"].startswith("1 of 107 examples") and all("cow met the" in text for text in data["examples"])
-    first, folder = data["first"], tmp_path / "out"
-    ledgers = [run.lines("ledger") for run in (trained, arm_of(trained, folder))]
-    assert ledgers[0][:first - 1] == ledgers[1][:first - 1] and data["parted"] == first
-    assert [line["rows_crc32"] for line in ledgers[0]] == [line["rows_crc32"] for line in ledgers[1]]
-    names = [("run", "without"), *((f"seed-{seed}", f"seed-{seed}-without") for seed in (1338, 1339))]
-    losses = np.array([[(trained if name == "run" else arm_of(trained, folder, name)).metrics()[-1]["val_loss"] for name in pair] for pair in names])
-    (row,) = [each for each in data["seeds"] if each["name"].startswith("validation loss at step 6")]
-    assert np.allclose([row["runs"], row["arms"]], losses.T)
-    assert row["difference"] == pytest.approx((losses[:, 1] - losses[:, 0]).mean())
-    assert row["sentence"] == "undecided between the run and the other arm" and data["answer"].endswith(f"{row['sentence']}."), "of three seeds"
-    assert row["spread"] == pytest.approx(losses[:, 0].std(ddof=1))
-    (prompt,) = data["prompts"]
-    assert prompt["prompt"] == "The cow" and prompt["run"] and prompt["without"]
 
 
 def test_the_screening_is_the_dot_product_of_gradients(trained, monkeypatch):

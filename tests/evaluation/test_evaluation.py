@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from factories import TinyRun, assert_same_run, without_clocks
+from factories import TinyRun, assert_same_run
 from torch.nn import functional as F
 
 import train
@@ -21,7 +21,6 @@ from extensions import evaluate
 from extensions.inference.weights import load_model
 from extensions.report.items import read_item_scores
 from learn.objectives import ORPO, NextToken
-from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.make import make_plan
 from tokenizer import load_tokenizer
@@ -58,21 +57,6 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_logits_and_the_bytes_of_t
                       "bits_per_byte": pytest.approx(nats / math.log(2) / len(text), rel=1e-5)}
     logged = {name: whole.column(f"val_{name}")[6] for name in ("loss", *others)}
     assert logged == pytest.approx({"loss": loss, **others}, rel=1e-5)
-
-
-def test_a_tokenizer_that_is_not_byte_level_gives_no_bits_per_byte_and_a_hopeless_model_infinite_perplexity():
-    class Hopeless(NextToken):
-        def by_item(self, model, batch, items):
-            summed = super().by_item(model, batch, items)
-            return summed._replace(total=summed.total + 10_000)
-
-    batch = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1, IGNORE_INDEX]]))
-    no_model = type("Model", (torch.nn.Module,), {"forward": lambda self, tokens_BT, *_, **__: torch.zeros(tokens_BT.shape)})()
-    context = RunContext(Ranks(), StopSignals(), None)
-    assert validation_loss(no_model, NextToken(), [batch], context)[:2] == (0, {"perplexity": 1})
-    assert validation_loss(no_model, Hopeless(), [batch], context)[1] == {"perplexity": math.inf}
-    *_, by_item = validation_loss(no_model, NextToken(), [batch, batch.ignore_from(0)], context)
-    assert {name: values.tolist() for name, values in by_item.items()} == {"count": [1], "loss": [0]}, "rows of padding are left out"
 
 
 def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
@@ -156,19 +140,6 @@ def sets(prepared, tmp_path_factory) -> str:
                    for number, item in enumerate(items)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return f"pairs:{folder / 'pairs.jsonl'}, mixed:{folder / 'mixed.jsonl'}"
-
-
-def test_further_sets_are_evaluated_with_hellaswag(sets, tiny_run, whole):
-    run = tiny_run(EVAL_TASKS=sets).trained()
-    last = run.metrics()[-1]
-    assert list(run.column("pairs_acc")) == list(run.column("mixed_chance")) == [0, 3, 6]
-    assert (last["pairs_n"], last["pairs_chance"], last["hellaswag_chance"]) == (10, 0.5, 0.25)
-    assert last["mixed_chance"] == pytest.approx((1 / 2 + 1 / 3) / 2)
-    assert {name: value for name, value in without_clocks(run.metrics())[-1].items() if not name.startswith(("pairs", "mixed"))} == \
-        without_clocks(whole.metrics())[-1], "another set changes nothing"
-    log = (run.folder / "log" / "rank-0.txt").read_text()
-    assert f"mixed [6/6] | Accuracy: {100 * last['mixed_acc']:.1f} ± {100 * last['mixed_stderr']:.1f} % | Accuracy (per length): " in log
-    assert "N: 10 | Chance: 41.7 %\n" in log
 
 
 def test_an_evaluation_interrupted_between_two_sets_is_completed_once(sets, tiny_run):

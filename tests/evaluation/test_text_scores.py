@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from factories import checkpoint_without_weights, joined_ranks, without_clocks, write_jsonl
 
 from data_pipeline.templates import load_chat_format
@@ -102,17 +101,6 @@ def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(ans
     expected = {(tuple(chat_format.encode_prompt(record["messages"][:-1])), record["messages"][-1]["content"]) for record in records}
     found = {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in evaluate.read_held_out(config, tokenizer, "never")}
     assert len(found) == 8 and found <= expected
-
-
-def test_samples_continue_held_out_chats_after_the_whole_header_of_the_answer(stages, tmp_path):
-    config = make_plan(stages.run("sft", tmp_path, SAMPLE_TOKENS=1).argv()).config
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    chat_format = load_chat_format(tokenizer)
-    records = [json.loads(line) for line in (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()]
-    openings = {tokenizer.decode(chat_format.encode_prompt(record["messages"][:1])) for record in records}
-    model, _ = load_model(stages.base, torch.device("cpu"), torch.float32)
-    samples = evaluate.samples(model, tokenizer, config, 1, open_rows(config, "validation", tokenizer, "never"))
-    assert len(samples) == 3 and {prompt for prompt, _ in samples} <= openings
 
 
 def plant() -> None:

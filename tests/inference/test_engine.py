@@ -154,19 +154,6 @@ def test_a_batch_that_lasts_becomes_a_graph_that_writes_the_same(model, sampling
     assert max(replays) == 16 and sum(replays) > 20, replays
 
 
-def test_a_failed_graph_capture_is_reported_once_and_generation_continues(model, monkeypatch, capsys):
-    def capture(compute):
-        raise RuntimeError("no capture here\nmore")
-
-    monkeypatch.setattr(engine_module, "capture", capture)
-    monkeypatch.setattr(engine_module.Batch, "captures", True)
-    for _ in range(2):
-        engine = Engine(model, 2, 60)
-        engine.cache.static = True
-        assert run(engine, *(Request(prompt, 20, DRAWN) for prompt in PROMPTS[:2])) == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:2]]
-    assert capsys.readouterr().err == "generating without CUDA graphs (no capture here)\n"
-
-
 def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
     engine, short, long = Engine(model, 2, 60, prefill_tokens=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
     engine.add(short)
@@ -225,16 +212,6 @@ def test_a_cancelled_request_ends_and_leaves_no_trace(model):
     assert requests[1].finish_reason == "length", "it was done before"
 
 
-def test_a_row_may_be_full_to_the_last_token(model):
-    full, other = Request(PROMPTS[0], 33), Request(PROMPTS[2], 9)
-    engine = Engine(model, 2, 40)
-    engine.add(full)
-    for _ in range(31):
-        engine.step()
-    run(engine, other)
-    assert [full.output_ids, other.output_ids] == [alone(model, PROMPTS[0], 33), alone(model, PROMPTS[2], 9)]
-
-
 class HostTraffic(TorchDispatchMode):
     """Notes the operations that take data from the host to the device, here the meta device; reading from it is an error."""
 
@@ -275,14 +252,6 @@ def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_toke
     assert (made, traffic.operations, len(reads)) == ([], [], 20)
     assert requests[0].output_ids[-20:] == [*range(1, 21)]
     assert engine.cache.keys.is_meta
-
-
-def test_seeds_and_indices_decide_what_generate_draws(model):
-    """It gives each prompt of a batch separate random numbers, and the first one those of a request alone."""
-    together = generate(model, [PROMPTS[0]] * 2, 12, DRAWN)
-    assert together[0] != together[1] and together[0] == alone(model, PROMPTS[0], 12, DRAWN)
-    assert together[0] == generate(model, [PROMPTS[0], [60] * 11], 12, DRAWN)[0]
-    assert alone(model, PROMPTS[0], 12, dataclasses.replace(DRAWN, seed=6)) != together[0]
 
 
 def test_generate_continues_each_prompt_as_alone_up_to_a_stop_token(model):

@@ -1,9 +1,7 @@
 """What a model is asked: files of prompts, turns within its context, and why some models cannot chat."""
 
-import io
 import json
 import shutil
-import sys
 
 import pytest
 from factories import tiny_model_folder
@@ -31,12 +29,6 @@ def test_a_line_of_text_is_a_prompt(tmp_path):
     assert [prompt.line for prompt in read_prompts(name)] == [1, 3, 4]
     (tmp_path / "dos.txt").write_bytes(b"one\r\ntwo\r\n")
     assert contents(str(tmp_path / "dos.txt")) == ["one", "two"]
-
-
-@pytest.mark.parametrize("text, expected", [("a\nb\n", ["a", "b"]), ('\n{"prompt": "a"}\n', ["a"])])
-def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert contents("-") == expected
 
 
 @pytest.mark.parametrize("line, reason", [

@@ -79,24 +79,6 @@ def test_any_tokens_give_the_text_of_all_tokens_up_to_the_stop_string(tokenizers
     assert stream.stopped == any(word in whole for word in stop)
 
 
-def decoded(tokenizer, monkeypatch, ids: list[int]) -> list[int]:
-    """How many tokens are decoded in each call while all of them are told."""
-    counts, original = [], tokenizer.decode
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "decode", lambda ids: counts.append(len(ids)) or original(ids))
-        assert len(pieces(TextStream(tokenizer, ["xyz"]), ids)) > len(ids)
-    return counts
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizers, monkeypatch, kind):
-    """Also of tokens that are text on no account: half a character, again and again."""
-    tokenizer = tokenizers[kind]
-    half = tokenizer.encode("猫")[-3:-2]
-    for ids in (tokenizer.encode(TEXT) * 100, half * 2000, tokenizer.encode("a" * 2000)):
-        assert sum(decoded(tokenizer, monkeypatch, ids)) <= 2 * WINDOW * len(ids)
-
-
 def test_text_that_cannot_change_is_streamed_at_once(tokenizers):
     """Whole characters come with their last token; only what may begin a stop string, or become one, waits."""
     for kind in ("tiktoken", "byte-level"):

@@ -13,13 +13,12 @@ from extensions.inference.weights import (
     INT8_ROWS,
     Int8Linear,
     add_products,
-    pack,
     pack_weights,
     packed_weights,
 )
 from lora import add_adapters, cast_base
 from model import Transformer
-from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear
+from model_kernels.matmul import CPU_MULTIPLIES_BF16
 
 PROMPTS = [[1, 2, 3], [7] * 12, [30]]
 
@@ -107,15 +106,6 @@ def test_adapters_are_added_to_matrices_that_are_not_quantized(quantization):
     assert float((expected - alone).abs().max()) > 0.01
     assert any("lora_" in name for name in model.state_dict()) == (quantization != "none")
     assert not any(weight.requires_grad for name, weight in model.named_parameters() if "lora_" not in name)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_matrix_multiplies_any_number_of_rows(dtype, rows):
-    x, weight = torch.randn(rows, 96).to(dtype), torch.randn(48, 96).to(dtype)
-    found, expected = linear(x, pack(weight)).float(), x.double() @ weight.double().T
-    assert float((found - expected).norm() / expected.norm()) < (1e-6 if dtype == torch.float32 else 3e-3)
-    assert pack(weight).is_mkldnn == (dtype == torch.float32 or CPU_MULTIPLIES_BF16)
 
 
 @pytest.mark.parametrize("rows", [1, INT8_ROWS, INT8_ROWS + 1])

@@ -3,15 +3,13 @@
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from factories import Config, new_model, write_jsonl
+from factories import Config, new_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import lora
-from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import Batch, ExampleRows, join, open_example_set
+from dataloaders import Batch
 from extensions.cost import StepFlops, Work
 from extensions.hf_teacher import HFTeacher
 from extensions.profile import Measurements, total_peak
@@ -28,7 +26,6 @@ from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from run.build import logprobs_without_adapters
-from tokenizer import load_tokenizer
 
 VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11
 # Attention is written out as matmuls, which torch counts in full; CPUs' fused kernel is not counted at all.
@@ -156,18 +153,3 @@ def test_the_peak_is_the_sum_of_different_cards_and_unknown_if_one_is(monkeypatc
         assert total_peak(run) == expected
     (line,) = lines
     assert "MFU is not measured: the peak of Card of 2030 is not in our table" in line
-
-
-def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
-    """Also when rows come from several sources, or with stored outputs."""
-    chats = [{"messages": [{"role": "user", "content": "a" * size}, {"role": "assistant", "content": "bc"}]} for size in range(3, 40)]
-    source = write_jsonl(tmp_path / "chats.jsonl", chats)
-    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
-    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    rows = ExampleRows(open_example_set(prepare_set("chats", source, tmp_path / "chats", options),
-                                        "train", "chats", tokenizer), 96)
-    every = rows(np.arange(len(rows)))
-    assert every.tokens_BT.numel() - every.padding == rows.tokens and every.padding > 0
-    assert every.targets == int((every.targets_BT != IGNORE_INDEX).sum())
-    both = join([rows(np.array([0, 1])), rows(np.array([2]))], np.array([2, 0, 1])).to(torch.device("cpu"))
-    assert (both.padding, both.targets) == (rows(np.arange(3)).padding, rows(np.arange(3)).targets)

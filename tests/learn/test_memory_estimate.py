@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import new_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
@@ -217,17 +216,6 @@ def test_the_forecast_without_a_compiler_counts_a_chunk_three_times_on_a_gpu():
     half = config.model_copy(update={"head_chunk_tokens": 2**12})
     forecast = 2 * (estimate_memory(config, LARGE, 2).total - estimate_memory(half, LARGE, 2).total)
     assert forecast == pytest.approx(traced, rel=0.001) and forecast == 8 * rows[0].numel()
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_the_forecast_of_a_quantised_base_counts_its_scales(kind):
-    pytest.importorskip("bitsandbytes", reason="needs pip install bitsandbytes")
-    config = Config(dim=128, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=384, lora_enabled=True, lora_rank=4, lora_base_quantization=kind)
-    model = new_model(config, 256, dtype=torch.bfloat16)
-    lora.add_adapters(model, config, torch.Generator())
-    lora.cast_base(model, torch.bfloat16)
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    assert estimate_memory(config, 256, 2).parameters == held
 
 
 def test_a_start_records_the_forecast_and_warns_if_it_exceeds_the_memory(tiny_run, monkeypatch, capsys):

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import lora
 from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
@@ -252,23 +251,6 @@ def traced_only(monkeypatch):
     with torch._dynamo.config.patch(recompile_limit=1):
         yield
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("backend", ["auto", pytest.param("math", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("default")
-def test_adapters_and_preferences_of_many_shapes_compile_without_an_error(backend, traced_only):
-    """Trained, and with the adapters off: more graphs than the compiler allows by itself."""
-    config = tiny(lora_enabled=True, lora_rank=2, attention_backend=backend)
-    model = new_model(config, 128)
-    lora.add_adapters(model, config, torch.Generator().manual_seed(1))
-    compile_model(model)
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # each shape is a graph
-        for length in (20, 21):
-            tokens = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(length))
-            documents = torch.tensor([[1] * 10 + [2] * (length - 10)], dtype=torch.int32)
-            model(tokens, tokens, documents).sum().backward()
-            with torch.no_grad(), lora.disable_adapters(model):
-                model(tokens, tokens, documents)
 
 
 @pytest.mark.filterwarnings("default")

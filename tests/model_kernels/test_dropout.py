@@ -6,7 +6,6 @@ from factories import new_model
 from torch import nn
 
 from config import ModelConfig
-from model import evaluation_mode
 from model_kernels.dropout import Dropout, choose_masks
 
 ROWS, TOKENS, WIDTH = 8, 64, 96
@@ -126,12 +125,3 @@ def test_embeddings_and_both_branches_of_a_block_have_dropout():
     torch.testing.assert_close(run(block.attention_drop)[1], x + block.feed_forward(block.ffn_norm(x)))
     torch.testing.assert_close(run(block.ffn_drop)[1], x + attended)
     assert not run(model.embedding_drop)[0][0].any() and not torch.equal(whole, x)
-
-
-def test_evaluation_has_no_dropout():
-    model, tokens_BT = tiny(dropout=0.5), torch.arange(16).view(2, 8)
-    plain = tiny()(tokens_BT, mode="logits")
-    choose_masks(model, 1, 2, 0, 2)
-    assert not torch.equal(model(tokens_BT, mode="logits"), plain)
-    with evaluation_mode(model):
-        assert torch.equal(model(tokens_BT, mode="logits"), plain)

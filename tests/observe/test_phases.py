@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from factories import UNMEASURED
 
 import train
@@ -45,42 +44,6 @@ def clock(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 1000 + clock.now))
     monkeypatch.setattr(phases.HostClock, "now", lambda self: clock.now)
     return clock
-
-
-class Event:
-    """A CUDA event of a GPU that finishes its work when it is told to: torch.cuda.Event with the same calls."""
-
-    made, done = [], 0.0  # the events that were made, and the time that the GPU has reached
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-        Event.made.append(self)
-
-    def record(self):
-        self.at = self.host.now
-
-    def query(self):
-        return self.at <= Event.done
-
-    def synchronize(self):
-        assert self.query(), "nothing waits for the GPU"
-
-    def elapsed_time(self, end):
-        assert self.query() and end.query()
-        return 1000 * (end.at - self.at)
-
-
-def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_and_used_again(clock, monkeypatch):
-    monkeypatch.setattr(Event, "host", clock, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    run = fake_run(world_size=2, device="cuda")
-    with marking(Phases(run)) as measured:
-        for step in range(1, 9):
-            take_step(clock, measured)
-            assert step == 1 or len(measured.steps) == step - 1, "as far as the GPU was when this step began"
-            Event.done = clock.now
-        assert measured.read_steps() == {"step_seconds": 51, **expected()}
-    assert len(Event.made) < 2 * 18, "those of two steps"
 
 
 def after(clock, seconds: float) -> None:

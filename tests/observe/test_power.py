@@ -41,19 +41,6 @@ def test_the_stub_has_the_signatures_and_types_of_nvidia_ml_py():
         "SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")}
 
 
-def test_a_gpu_is_found_by_its_uuid_and_read(nvml):
-    module = nvml()
-    module.millijoules, module.reasons = 5_500, 0x4
-    meter = GpuMeter("40f3")
-    assert meter.read() == Sample(300, 5.5, 55, GIB, 61, 1980, 0x4)
-    module.asked.clear()
-    module.milliwatts = 310_000
-    assert meter.read() == Sample(310, 5.5, 55, GIB, 61, 1980, 0x4)
-    assert "nvmlDeviceGetTemperature" not in module.asked  # what changes slowly is not asked for at once again
-    meter.close()
-    assert not module.is_open
-
-
 def test_a_reading_that_a_gpu_lacks_is_missing_and_not_requested_again(nvml):
     silent = "FieldValues TotalEnergyConsumption UtilizationRates CurrentClocksThrottleReasons"
     module = nvml(" ".join(f"nvmlDeviceGet{name}" for name in silent.split()))

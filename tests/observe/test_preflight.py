@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 
@@ -9,16 +8,13 @@ from safetensors.torch import load_file
 
 import model
 import train
-from checkpoint import model_json
-from common.errors import DataError, SettingsError
-from config import ModelConfig
+from common.errors import SettingsError
 from extensions import cost
 from extensions import forecast as check
 from plan.layers import read_preset
 from plan.make import make_plan
 from plan.names import validate
 from run.facts import read_inputs
-from scripts.dev.write_docs import largest_that_fits
 from tokenizer import load_tokenizer
 
 NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",
@@ -181,32 +177,6 @@ def test_llama_1b_fits_24_gb_with_the_advice_that_check_prints(tmp_path, capsys,
         assert train.main([*flags, *(f"--{part.lower().replace('_', '-')}" for part in settings.split())]) == 0
         marks += re.findall(r"^  (\w+) +memory: ", capsys.readouterr().out, re.MULTILINE)
     assert advised[0] == "MICRO_BATCH_SIZE=1 ACTIVATION_CHECKPOINTING=block" and marks == ["warn", "ok"]
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
-def test_qlora_of_a_released_model_is_planned_from_a_preset_or_its_config_json(stage, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--check", "--training-stage", stage, "--lora-enabled", "true", "--lora-base-quantization", "nf4", "--device-memory", "24"]
-    preset = ["--preset", "llama3-8b", "--micro-batch-size", "1"]
-    assert train.main([*flags, *preset]) == 0
-    out = capsys.readouterr().out
-    assert "8,030,261,248 parameters" in out and "replaces the preset's SHARDING" in out and "LORA_ENABLED=true needs a start checkpoint" in out
-    assert "planned with Llama 3's vocabulary of 128,256 ids" in out and "random weights" not in out
-    assert ("the steps of EPOCHS=3 depend on data" in out) == (stage == "sft")
-    assert largest_that_fits("llama3-8b", "QLoRA", 24) == (4096, 1, "selective"), "in docs/gpu.md"
-    assert train.main([*flags, "--preset", "llama3-8b"]) == 2 and "It would fit with ACTIVATION_CHECKPOINTING=block " in capsys.readouterr().out
-
-    # The same from config.json alone, in a folder or of a hub model.
-    model_config = ModelConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, tie_embeddings=False)
-    content = model_json.huggingface_config(model_config, 32_000, 4096, None, 0, torch.bfloat16)
-    (tmp_path / "8b").mkdir()
-    (tmp_path / "8b" / "config.json").write_text(json.dumps(content))
-    monkeypatch.setattr(check, "hub_model", lambda name, only_config: only_config and tmp_path / "8b")
-    monkeypatch.setattr(check, "load_tokenizer", lambda *arguments: (_ for _ in ()).throw(DataError("no network")))
-    for name in (str(tmp_path / "8b"), "owner/model"):
-        assert train.main([*flags, "--pretrain-checkpoint", name, "--max-seq-len", "2048", "--micro-batch-size", "1"]) == 0
-        out = capsys.readouterr().out
-        assert "7,241,732,096 parameters" in out and "config.json's vocabulary of 32,000 ids" in out and "FAIL" not in out
 
 
 def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_seconds(prepared, tmp_path, monkeypatch):

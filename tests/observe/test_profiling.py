@@ -12,7 +12,7 @@ from factories import TinyRun, assert_same_run
 from config import Config
 from extensions import power, profile
 from extensions.power import Reading, Sample
-from extensions.profile import Measurements, Profiling, peak_flops
+from extensions.profile import Measurements, Profiling
 
 # What the run of `whole` measures besides.
 MEASURED = {"PROFILE_STEPS": "3:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
@@ -104,17 +104,3 @@ def test_the_readings_of_all_ranks_are_combined_and_a_slowdown_is_reported_once(
         Measurements._warn_of_slowdowns(state, [one, other])
     assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; reported once"
                         for cause in ("its power limit", "heat")]
-
-
-def test_the_peak_is_known_or_set_or_unknown(monkeypatch):
-    assert peak_flops(torch.device("cpu")) is None
-    assert peak_flops(torch.device("cpu"), override_tflops=2) == 2e12
-    for name, tflops in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362), ("NVIDIA H20-3e", 148),
-                         ("NVIDIA H100 NVL", 835), ("NVIDIA A100 80GB PCIe", 312), ("Tesla V100-PCIE-16GB", 112),
-                         ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda")) == tflops * 1e12
-    for name in ("NVIDIA L400", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D",
-                 "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda")) is None

@@ -36,16 +36,6 @@ def test_every_depth_is_valid_on_all_usual_numbers_of_ranks_which_read_the_same_
         assert config.model_copy(update=safe) == alone
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7, 8])
-def test_the_batch_is_a_multiple_of_a_micro_batch_that_is_set(rows):
-    """As in a `.env` for another stage, beside the command that a preparation prints."""
-    Path(".env").write_text(f"MICRO_BATCH_SIZE={rows}\n")
-    for depth in (1, 2, 6, 12):
-        config, alone = sized(depth), sized(depth, "--micro-batch-size", "1")
-        assert config.rows_per_step % rows == 0 and abs(config.rows_per_step - alone.rows_per_step) <= rows / 2
-    assert sized(2, "--micro-batch-size", "8").total_batch_size == sized(2, "--micro-batch-size", "1").total_batch_size
-
-
 def test_the_shape_has_the_proportions_of_llama_3():
     for depth in DEPTHS:
         config = sized(depth)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from plan.make import Plan, make_plan, peek
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
 PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
-GRPO = ["--training-stage", "grpo", "--grpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
 
 
 @pytest.fixture(autouse=True)
@@ -124,31 +122,6 @@ def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
-def test_resume_in_env_holds_for_the_run_that_a_flag_names():
-    checkpoint_without_weights(Path("runs/other"), 6, **SFT_RECORD)
-    save_state(3, **SFT_RECORD)
-    Path(".env").write_text("RESUME=runs/other\n")
-    assert load("--run-name", "new").start.folder == "runs/other/checkpoints/step-00000006"
-    with pytest.raises(CheckpointError, match="runs/first has a run at step-00000003 .* restart it from runs/other/checkpoints/step-00000006"):
-        load("--run-name", "first")
-    assert load("--run-name", "first", "--resume", "auto").start.step == 3
-    Path(".env").write_text("RESUME=never\nTRAINING_STAGE=sft\nSFT_DATA_PATH=set\nTOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
-    assert load("--run-name", "first").start.kind == "from"
-
-
-@pytest.mark.parametrize("state", ["", "{", "[]", '{"settings": 1}', None])
-def test_a_damaged_state_is_skipped_with_a_warning_or_an_error(state):
-    older, path = save_state(2), save_state(3) / "trainer_state.json"
-    path.unlink()
-    if state is not None:
-        path.write_text(state)
-    loaded = load(*PRETRAIN, "--run-name", "first")
-    assert loaded.start.step == 2 and len(loaded.warnings) == 1 and "step-00000003" in loaded.warnings[0]
-    shutil.rmtree(older)
-    with pytest.raises(CheckpointError, match="step-00000003"):
-        load(*PRETRAIN, "--run-name", "first")
-
-
 def test_a_recorded_value_that_is_no_longer_valid_is_told_and_an_error_if_it_is_fixed():
     checkpoint = save_state(3)
     state = store.read_state(checkpoint)
@@ -196,14 +169,6 @@ def test_the_batch_suits_the_data_and_the_ranks(stage, rows, ranks, batch_rows):
     assert config.max_steps == -(-3 * rows // batch_rows) and config.warmup_steps == min(100, config.max_steps // 10)
 
 
-def test_each_stage_starts_from_its_own_checkpoint():
-    model_without_weights(Path("preferred"))
-    named = {"PRETRAIN_CHECKPOINT": "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
-    found = {stage: make_plan([*flags, "--training-stage", stage], named).config.named_checkpoint
-             for stage, flags in (("pretrain", ["--pretrain-data-path", "set", "--tokenizer-path", "t"]), ("sft", SFT), ("dpo", DPO))}
-    assert found == {"pretrain": "base", "sft": "base", "dpo": "chat"}
-
-
 def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     Path("data/one").mkdir(parents=True)
     Path("data/mix").mkdir()
@@ -230,10 +195,6 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")
 
 
-def every(config: Config) -> tuple[int, ...]:
-    return tuple(getattr(config, name) for name in EVERY)
-
-
 def test_a_run_has_enough_validations_samples_saves_and_lines():
     """Each is also due at the end."""
     for steps in (*range(12, 100), 299, 300, 301):
@@ -241,16 +202,6 @@ def test_a_run_has_enough_validations_samples_saves_and_lines():
         validations, samples, saves, lines = (-(-steps // chosen[name]) for name in EVERY)
         assert 6 <= validations <= 15 and 2 <= samples == saves <= 3 and 6 <= lines <= 31, steps
         assert steps < 200 or (validations, samples) == (15, 3)
-
-
-@pytest.mark.parametrize("saved, flags, expected", [
-    ((20, 100, 100, 10), [], (20, 100, 100, 10)), ((20, 100, 100, 10), ["--max-steps", 3000], (200, 500, 500, 10)),
-    ((25, 100, 0, 1), ["--max-steps", 3000], (25, 500, 0, 1)),  # given
-    ((250, 500, 500, 10), ["--max-steps", 3000], (250, 500, 500, 10)),  # of a version with fixed defaults
-    ((20, 100, 100, 10), ["--validate-every", 7], (7, 100, 100, 10))])
-def test_the_intervals_of_a_resumed_run_change_only_with_its_steps(saved, flags, expected):
-    save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", MAX_STEPS=300, **dict(zip(map(str.upper, EVERY), saved)))
-    assert every(load("--run-name", "first", *flags).config) == expected
 
 
 @pytest.mark.parametrize("trained, flags, length", [
@@ -269,16 +220,3 @@ def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(is_checkpo
             model_without_weights(Path(start), trained, **shape)
     loaded = load(*flags)
     assert loaded.config.max_seq_len == length and any("MAX_SEQ_LEN=256" in note for note in loaded.notes) == (length == 256)
-
-
-@pytest.mark.parametrize("group", [2, 6, 16])
-@pytest.mark.parametrize("rows", [40, 1000, 100_000])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_data_gives_grpo_micro_batches_of_whole_groups(group, rows, ranks):
-    """An epoch reads each prompt once; a prompt is `group` training rows."""
-    loaded = load(*GRPO, "--grpo-group", group, "--max-seq-len", 64)
-    before = loaded.config.model_copy(update={"world_size": ranks})
-    config = before.model_copy(update=settings_of_data(before, rows, {*loaded.deferred}))
-    assert (config.training_stage, config.epochs) == ("grpo", 1) and config.micro_batch_size % group == 0
-    assert config.rows_per_step % (config.micro_batch_size * ranks) == 0
-    assert rows <= config.max_steps * config.rows_read < rows + config.rows_read

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -15,15 +14,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common.errors import CheckpointError, PaddockError, SettingsError, run_script
-from config import CORE_SECTIONS, MODEL_SETTINGS, SECRETS, Config, ModelConfig
+from common.errors import PaddockError, SettingsError, run_script
+from config import MODEL_SETTINGS, SECRETS, Config, ModelConfig
 from parallel import process
 from plan import layers
-from plan.command_line import exit_with, export, find_run, plan_on_rank0
+from plan.command_line import export, find_run, plan_on_rank0
 from plan.layers import PRESETS_DIR, SEPARATORS, read_env_file
-from plan.make import make_plan, peek
-from plan.names import ALIASES, advice, misspelled, unknown_flag
-from plan.starts import Start
+from plan.make import make_plan
+from plan.names import ALIASES, misspelled, unknown_flag
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -67,14 +65,6 @@ def test_each_layer_wins_over_the_ones_below():
         del layers[highest]
         Path(".env").unlink(missing_ok=True)
     assert load().config.max_steps == Config().max_steps
-
-
-@pytest.mark.parametrize("named", [
-    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}},
-    {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
-def test_a_preset_is_above_env_unless_env_names_it(named):
-    assert load(**named, env="MAX_STEPS=2\nPRESET=1.3b\n").config.max_steps == 10
-    assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
 
 
 def test_a_size_is_that_size_beside_any_env():
@@ -225,18 +215,6 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | WAITING | ON_A_CPU
 
 
-@pytest.mark.parametrize("environ, env, expected", [
-    ({}, "", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-    ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
-    ({}, "PYTORCH_ALLOC_CONF=backend:native\n", {"PYTORCH_ALLOC_CONF": "backend:native"}),
-    ({"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"}, "", {"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"})])
-def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, monkeypatch):
-    monkeypatch.setattr(os, "environ", {**environ, **WAITING})
-    Path(".env").write_text(env)
-    export(make_plan([], {**os.environ, **DATA}))
-    assert os.environ == WAITING | ON_A_CPU | expected
-
-
 def test_variables_in_env_are_expanded():
     env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
            "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
@@ -247,18 +225,6 @@ def test_variables_in_env_are_expanded():
     assert problems(env="\nHF_TOKEN=canary${canary}\n") == [
         ".env:2: HF_TOKEN uses a variable that is set neither in the environment nor in an earlier line; "
         "set it, or write ${NAME:-default}"]
-
-
-def test_what_a_launcher_asks_for_is_what_the_program_will_have(monkeypatch):
-    for name in ("PRESET", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SIZE", "debug")
-    Path(".env").write_text("export PRESET=\"${SIZE}\"  # mine\r\nCUDA_VISIBLE_DEVICES=1\r\nTYPO=1\r\n")
-    values, environ = peek(["--typo", "1"])
-    assert values["preset"] == "debug" and environ["CUDA_VISIBLE_DEVICES"] == "1"
-    assert peek(["--preset=sample", "--max-steps", "1"])[0].items() >= {"preset": "sample", "max_steps": "1"}.items()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert peek([])[1]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.parametrize("wrong, right", [
@@ -273,15 +239,6 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
         flag = "--" + wrong.lower().replace("_", "-")
         assert problems(flag, "1", env="") == [
             f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
-
-
-def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(monkeypatch):
-    monkeypatch.setattr("plan.names.EXTENSION_SECTIONS", {})
-    warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
-    assert warnings == ("Without extensions/, these names are not settings: MY_EVERY, MY_NAME, --my-chart",)
-    assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]
-    core = {name for section in CORE_SECTIONS for name in section.model_fields}
-    assert [name for name in Config.model_fields if name not in core and "did you mean" in advice(name, core)] == []
 
 
 # Names of other trainers, and typos: what is meant; what does it here; and what is not known, or is another one by its letters alone.
@@ -360,28 +317,6 @@ def test_flags_that_cannot_be_used(flags, expected):
     assert line.startswith(f"command line: {expected}")
 
 
-def test_the_shape_of_a_start_is_below_all_layers_and_judged_once_it_is_known():
-    model_without_weights(Path("ten"), dim=2000, n_heads=10, n_kv_heads=5)
-    assert problems("--n-kv-heads", "5") == ["N_KV_HEADS=5 must divide N_HEADS=12; try one of 1, 2, 3, 4, 6, 12"]
-    config = load("--n-kv-heads", "5", "--pretrain-checkpoint", "ten").config
-    assert (config.dim, config.n_heads, config.n_kv_heads) == (2000, 10, 5)
-    with pytest.raises(CheckpointError, match="ten contains a different model: DIM is 2000 there and 100 here .[.]env:1.[.] To start"):
-        load("--pretrain-checkpoint", "ten", env="DIM=100\n")
-    on_the_hub = load("--n-kv-heads", "5", "--pretrain-checkpoint", "owner/model", env="")
-    assert on_the_hub.start == Start("from", named="owner/model", setting="pretrain_checkpoint", download="owner/model")
-
-
-def test_the_rules_of_an_extension_are_checked_if_extensions_names_it():
-    flags = ("--tokenizer-path", "t", "--prepare-ahead", "true", "--max-steps", "2", "--training-stage", "sft", "--sft-data-path", "d", "--random-init", "true")
-    lora = (*flags, "--lora-enabled", "true", "--pretrain-checkpoint", "base", "--random-init", "false")
-    assert any("LORA_TRAIN_TOKENS=auto looks for new tokens in all data" in line for line in problems(*lora)), "which the setting itself names"
-    load(*flags)
-    assert not [line for line in problems("--extensions", "guards", "--reward", "magic", "--seed", "-1") if "REWARD" in line]
-    rewarded = ("--training-stage", "grpo", "--grpo-data-path", "d", "--tokenizer-path", "t", "--instruct-checkpoint", "base", "--reward", "magic")
-    assert [line.split(":")[0] for line in problems(*rewarded)] == ["REWARD=magic"]
-    assert "TRAINING_STAGE=grpo, REWARD=magic (command line) need online in EXTENSIONS" in problems(*rewarded, "--extensions", "guards")[0]
-
-
 def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_of_a_preset():
     few = ("--extensions", "guards, evaluate")
     (problem,) = problems(*few, "--wandb-enabled", "true", env="TENSORBOARD_ENABLED=true\nTRACKIO_ENABLED=false\n")
@@ -392,15 +327,6 @@ def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_o
     load(*few, "--report", "false", "--weight-dtype", "fp32", "--reward", "math")  # the last has no effect in pretraining
     load("--extensions", "guards", "--preset", "sample,debug")
     assert load("--extensions", "default", "--wandb-enabled", "true").config.wandb_enabled
-
-
-def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
-    run = tmp_path / "outputs" / "first"
-    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
-    Path(".env").write_text("OUTPUT_DIR=outputs\n")
-    for name in ("first", "outputs/first", "first/checkpoints", run / "checkpoints" / "step-00000002"):
-        assert find_run(str(name)).resolve() == run
-    assert find_run("second") == Path("second")
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -460,15 +386,6 @@ def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
 
 
-def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
-    monkeypatch.setenv("HOME", "/of/mine")
-    config = make_plan(["--output-dir=~/runs"], {**DATA, "TOKENIZER_PATH": "~"}).config
-    assert (config.output_dir, config.tokenizer_path) == ("/of/mine/runs", "/of/mine")
-    for setting in ("resume", "pretrain-checkpoint"):
-        with pytest.raises(CheckpointError, match="there is no checkpoint '/of/mine/x' in"):
-            load(f"--{setting}=~/x")
-
-
 def test_world_size_comes_from_the_launcher():
     started = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     assert load(environ=started, env="WORLD_SIZE=4\n").config.world_size == 2
@@ -488,27 +405,6 @@ def test_all_errors_in_the_settings_are_reported_together():
     assert all(any(words in line for line in found) for words in expected)
 
 
-@pytest.mark.parametrize("launcher", [{}, {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}])
-def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, capsys, monkeypatch):
-    """Once the ranks have joined: before, no process knows whether another one exists."""
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(process, "MARKERS", {process.JOINED})
-    with pytest.raises(SystemExit) as caught:
-        exit_with(SettingsError("a", "b"))
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "2 errors in the settings:\n  a\n  b\n"
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit):
-        exit_with(SettingsError("a"))
-    assert capsys.readouterr().err == ""
-    process.MARKERS.clear()
-    monkeypatch.setenv("RANK", "4")
-    with pytest.raises(SystemExit):
-        exit_with(SettingsError("a"))
-    assert re.match("Stopped by an error that the process with LOCAL_RANK=0 prints; the environment has RANK=4, LOCAL_RANK=1", capsys.readouterr().err)
-
-
 STALE = [{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"},
          {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}]
 
@@ -526,15 +422,6 @@ def test_what_an_earlier_job_left_in_the_environment_is_named_with_the_remedy(le
     error, names = capsys.readouterr().err, [name for name in left if not name.startswith("MASTER")]
     assert caught.value.code == 2 and error.endswith(f"unset {' '.join(names)}\n") and error.count("\n") == 2
     assert ", ".join(f"{name}={left[name]}" for name in names) in error
-
-
-@pytest.mark.parametrize("started", [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {},
-                                     {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}])
-def test_ranks_and_single_processes_start(started, own_folder, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name, value in {**DATA, **started}.items():
-        monkeypatch.setenv(name, value)
-    plan_on_rank0([], "")
 
 
 def test_train_ends_with_code_2_before_anything_else_in_whole_lines(own_folder):

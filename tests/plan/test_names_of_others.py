@@ -126,15 +126,6 @@ def test_what_a_higher_layer_or_another_file_sets_is_kept():
     assert values["pretrain_data_path"] == "a/b" and values["preset"] == "debug", "data under another name needs no sample"
 
 
-def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
-    config = load("--max-steps", "200", config={"warmup_ratio": 0.1}).config
-    assert config.warmup_steps == 0.1 and learning_rate(19, config) == config.learning_rate > learning_rate(18, config)
-    for values, steps in (("0.03", 3), ("0", 0), ("7", 7), ("1", 1)):
-        name = "WARMUP_RATIO" if float(values) < 1 else "WARMUP_STEPS"
-        config = load("--epochs", "1", env=f"{name}={values}\n").config.model_copy(update={"max_steps": 100})
-        assert max(range(100), key=lambda step: learning_rate(step, config)) == max(0, steps - 1)
-
-
 @pytest.mark.parametrize("flags, config, stage, name", [
     (("--training-stage", "sft", "--dataset_name", "a/b"), {}, "sft", "dataset_name"), (("--train_file", "a/b"), {}, "pretrain", "train_file"),
     ((), {"datasets": [{"path": "a/b", "type": "alpaca"}]}, "sft", "datasets"),
@@ -163,15 +154,6 @@ def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, s
     assert any(second in problem and "second time" in problem for problem in problems(*flags, env=env, config=config))
 
 
-def test_implied_settings_may_also_be_given():
-    for flags in (("--adapter", "qlora", "--load_in_4bit", "true"), ("--load_in_4bit", "--adapter", "lora"), ("--load_in_4bit", "--use_peft")):
-        config = load(*flags, config=TUNED).config
-        assert config.lora_enabled and config.lora_base_quantization == "nf4"
-    for flags in (("--use_fsdp", "--sharding_group_size", "2"), ("--hsdp", "--sharding_group_size", "2", "--enable_fsdp", "true")):
-        config = load(*flags, "--micro-batch-size", "1", environ=FOUR_RANKS).config
-        assert (config.sharding, config.shard_degree) == ("hybrid", 2)
-
-
 @pytest.mark.parametrize("config, words", [
     ({"bf16": False}, "PRECISION=fp32 without it"),
     ({"optim": "adamw_8bit"}, "OPTIMIZER=adamw_8bit: expected 'adamw' or 'muon'"), ({"deepspeed": "ds.json"}, "SHARDING=full"),
@@ -192,15 +174,6 @@ def test_a_value_that_does_not_carry_over_is_refused(config, words):
     assert words in problem and ("run.json" in problem or problem[:2].isupper()), "its place, or the setting of a rule"
 
 
-@pytest.mark.parametrize("content", [{"monitor_memory": True, "tensor_parallel_degree": 1, "num_workers": 4, "fp16": False},
-                                     {"log_timing": True, "prefetch_factor": 2, "profiler_dir": "x", "replica_group_size": 2, "run_validation": True}])
-def test_names_that_need_no_setting_are_reported_and_empty_values_are_unset(content):
-    notes = load(config={**content, "wandb_entity": None}).notes
-    assert [note.split("=")[0] for note in notes if "needs no setting here" in note] == [*content]
-    Path("run.yaml").write_text("wandb_entity:\nlora_target_modules:\nresume_from_checkpoint:\nmax_iters: 3\n")
-    assert load("--config", "run.yaml", env="LR=\n").config.max_steps == 3
-
-
 def test_every_conversion_is_to_valid_settings():
     assert {*CONVERTED, *COMPUTED, *HARMLESS} <= {*ALIASES, *OTHER_WAYS}
     for name, table in CONVERTED.items():
@@ -219,13 +192,6 @@ def test_debug_alone_is_the_preset_on_the_sample_if_there_is_no_data():
     # What does less than it seems says so.
     assert any("RUN_NAME=none means no name" in note for note in load("--run-name", "none").notes)
     assert any("a small run is --preset debug" in note for note in load("--debug", "--depth", "2").notes)
-
-
-def test_production_alone_has_a_size_and_steps_and_beside_a_size_it_has_that():
-    config = load("--preset", "production").config
-    assert (config.depth, config.n_layers, config.compile, config.keep_best) == (24, 24, True, 1) and config.max_steps > 5000
-    assert load("--preset", "llama3.2-1b,production").config.depth is None and load("--preset", "production", "--dim", "96").config.dim == 96
-    assert load("--preset", "production", "--depth", "4").config.n_layers == 4
 
 
 # Learning rates of other trainers, by their own formulas: the rate of each step, from 0.

@@ -1,15 +1,19 @@
 """Which settings may differ between a checkpoint and the run that resumes: each is safe, by content, curve or fixed."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from common.errors import CheckpointError
 from common.text import setting_text
 from config import Config, OnlineConfig, on_resume
+from plan.identity import weights_sha256
 from plan.make import Plan
 from plan.resume_rules import Changes, check_changes
 from plan.starts import Start
@@ -139,28 +143,39 @@ def test_another_number_of_ranks_is_a_warning_and_of_a_reproducible_run_none():
         changes(Config(reproducible=True), Config(reproducible=True, micro_batch_size=4))
 
 
-def test_a_change_names_the_place_where_it_was_set():
-    state = {"settings": Config().public(), "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
-    result = compared(state, Config(learning_rate=1.0, log_every=3), state["identity"],
-                      {"learning_rate": "command line", "log_every": ".env:4", "seed": "command line"})
-    assert result == (["Changed since the checkpoint, safe: LOG_EVERY was 10, is 3 (.env:4)"],
-                      ["changed since the checkpoint, and changes the curve: LEARNING_RATE was 0.0006, is 1 (command line)"])
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+WEIGHTS = {EMBEDDING: np.arange(12, dtype=np.float32).reshape(4, 3), NORM: np.ones(3, np.float32),
+           **{f"model.layers.{layer}.mlp.up_proj.weight": np.full((2, 3), layer, np.float32) for layer in (0, 1, 2, 10)}}
 
 
-def test_an_identity_that_the_checkpoint_lacks_is_told_and_not_refused():
-    """As of the teacher, which version 0.9 did not record."""
-    config = Config(distillation_enabled=True, teacher_model="teacher")
-    state = {"settings": config.public(), "identity": identity(config, "data", "tokenizer"), "world_size": 1}
-    now = state["identity"] | {"TEACHER_MODEL": "t" * 64, "REFERENCE_ADAPTERS": "a" * 64}
-    assert compared(state, config, now) == (
-        ["The checkpoint was written by an older version, which did not record REFERENCE_ADAPTERS and TEACHER_MODEL"], [])
-    assert compared(state | {"identity": now}, config, now) == ([], [])
+def sha256(folder: Path, tensors: dict, layers=None, files: int = 1) -> str:
+    folder.mkdir()
+    parts = [dict([*tensors.items()][place::files]) for place in range(files)]
+    names = ["model.safetensors"] if files == 1 else [f"model-0000{place + 1}-of-0000{files}.safetensors" for place in range(files)]
+    for name, part in zip(names, parts):
+        save_file({each: np.ascontiguousarray(tensor) for each, tensor in part.items()}, folder / name)
+    if files > 1:
+        place_of = {each: name for name, part in zip(names, parts) for each in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place_of}))
+    return weights_sha256(folder, layers)
 
 
-def test_another_teacher_is_refused_and_the_same_one_in_another_folder_is_not():
-    before, moved = (Config(distillation_enabled=True, teacher_model=path) for path in ("old", "new"))
-    recorded = identity(before, "data", "tokenizer") | {"TEACHER_MODEL": "a" * 64}
-    state = {"settings": before.public(), "identity": recorded, "world_size": 1}
-    assert compared(state, moved, recorded) == ([], [])
-    with pytest.raises(CheckpointError, match="TEACHER_MODEL was old with SHA-256 a{12}, is new with SHA-256 b{12}[.] Restore what TEACHER_MODEL named"):
-        compared(state, moved, recorded | {"TEACHER_MODEL": "b" * 64})
+def test_a_model_that_is_cut_is_the_model_of_its_first_layers(tmp_path):
+    for layers, kept in ((1, "0"), (2, "01"), (3, "012"), (11, ["0", "1", "2", "10"])):
+        cut = {name: tensor for name, tensor in WEIGHTS.items() if ".layers." not in name or name.split(".")[2] in kept}
+        assert sha256(tmp_path / f"whole-{layers}", WEIGHTS, layers) == sha256(tmp_path / f"cut-{layers}", cut), layers
+
+
+def test_neither_files_nor_a_copy_of_a_tied_head_nor_old_buffers_count(tmp_path):
+    same = [sha256(tmp_path / "one", WEIGHTS), sha256(tmp_path / "three", WEIGHTS, files=3), sha256(tmp_path / "reversed", dict(reversed(WEIGHTS.items()))),
+            sha256(tmp_path / "tied", {**WEIGHTS, HEAD: WEIGHTS[EMBEDDING]}), sha256(tmp_path / "old", {**WEIGHTS, "model.rotary_emb.inv_freq": np.ones(2)})]
+    assert len({*same}) == 1
+
+
+@pytest.mark.parametrize("change", [
+    {HEAD: WEIGHTS[EMBEDDING] + 1}, {EMBEDDING: WEIGHTS[EMBEDDING].reshape(3, 4)}, {EMBEDDING: WEIGHTS[EMBEDDING].view(np.int32)},
+    {NORM: np.array([1, 1, np.nextafter(1, 2, dtype=np.float32)], np.float32)}, {"model.norm2.weight": WEIGHTS[NORM]},
+    {"model.layers.0.mlp.up_proj.weight": WEIGHTS["model.layers.1.mlp.up_proj.weight"], "model.layers.1.mlp.up_proj.weight": WEIGHTS["model.layers.0.mlp.up_proj.weight"]}],
+    ids=["head", "shape", "type", "last bit", "name", "exchanged"])
+def test_every_name_type_shape_and_number_counts(change, tmp_path):
+    assert sha256(tmp_path / "one", WEIGHTS) != sha256(tmp_path / "other", WEIGHTS | change)

@@ -1,14 +1,10 @@
 """Where a run starts (new, continue or from), by which settings, and what of them is refused; and a plan as JSON."""
 
 import json
-import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from commands import ROOT
 from factories import checkpoint_without_weights, model_without_weights
 from hypothesis import HealthCheck
 from hypothesis import given as vary
@@ -18,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import CheckpointError, PaddockError, SettingsError
 from parallel.process import RESTART
 from plan.make import Facts, Plan, complete, make_plan
-from plan.starts import Known, Start
+from plan.starts import Known
 from tests.plan.test_inherited import not_used
 
 SHAPE = {"DIM": 64, "N_HEADS": 4, "N_LAYERS": 2}
@@ -86,21 +82,6 @@ def test_there_are_three_kinds_of_start(name):
     start = plan(*flags).start
     assert [start.kind, start.folder, start.step, start.is_own] == expected
     assert start.base == {"adapters of PEFT": "base", "new adapters": STEP_5}.get(name)
-
-
-def test_adapters_of_peft_bring_their_rank():
-    config = plan(*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters").config
-    assert (config.lora_rank, config.lora_alpha, config.dim) == (3, 5, 2048)
-
-
-@pytest.mark.parametrize("place", ["flag", "environment", "file"])
-def test_a_start_in_a_higher_layer_replaces_the_one_in_env(place):
-    Path("run.json").write_text('{"instruct_checkpoint": "chat"}')
-    env, flags = "PRETRAIN_CHECKPOINT=base\nDPO_CHECKPOINT=tuned\n", {"flag": ["--instruct-checkpoint", "chat"], "file": ["--config", "run.json"]}
-    loaded = plan(*SFT, *flags.get(place, ()), env=env, **{"INSTRUCT_CHECKPOINT": "chat"} if place == "environment" else {})
-    assert loaded.start == Start("from", "chat", named="chat", setting="instruct_checkpoint")
-    assert loaded.config.start_settings == ["instruct_checkpoint"] and not {"pretrain_checkpoint", "dpo_checkpoint"} & loaded.sources.keys()
-    assert any(re.search(r"INSTRUCT_CHECKPOINT.*, not .*PRETRAIN_CHECKPOINT.* or DPO_CHECKPOINT", note) for note in loaded.notes)
 
 
 def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
@@ -179,14 +160,6 @@ def test_scaling_lengthens_what_a_model_has_learned_by_its_ratio_to_the_model_s_
         assert any(f"is longer than the {context} positions of the model" in each for each in loaded.warnings) == is_told
 
 
-@pytest.mark.parametrize("env", ["RESET_OPTIMIZER=true", "START_STEP=2", "PRETRAIN_CHECKPOINT=chat", "TRAINING_STAGE=dpo", "LEARNING_RATE=3"])
-def test_resume_of_a_path_does_not_use_what_env_says_of_another_start(env):
-    loaded = plan("--run-name", "new", "--resume", STEP_3, env=f"{env}\n")
-    assert loaded.start.step == 3 and not_used(loaded) == [env]
-    name = env.partition("=")[0]
-    assert loaded.config.public()[name] == (TUNED | {"PRETRAIN_CHECKPOINT": None, "RESET_OPTIMIZER": False}).get(name)
-
-
 PLACES = {".env": 0, "a preset that .env names": 0, "a preset": 0, "--config": 0, "the environment": 1, "a flag": 1}
 
 
@@ -222,18 +195,6 @@ def test_fixed_settings_and_those_by_content_come_from_the_record_too(setting, l
     assert not_used(explicit) == [] and explicit.config != loaded.config, "a flag is compared with the record, and refused or told"
 
 
-@pytest.mark.parametrize("data", ["./old/chats", "/old/chats", "old/chats"])
-def test_a_path_in_env_is_used_if_the_recorded_one_is_gone(data):
-    checkpoint_without_weights(Path("runs/moved"), 3, **TUNED | {"SFT_DATA_PATH": data, "TOKENIZER_PATH": "./t"})
-    env = "SFT_DATA_PATH=new/chats\nTOKENIZER_PATH=elsewhere\n"
-    loaded = plan("--run-name", "moved", env=env)
-    assert (loaded.config.sft_data_path, loaded.config.tokenizer_path) == ("new/chats", "./t")
-    assert not_used(loaded) == ["TOKENIZER_PATH=elsewhere"]
-    Path("t").unlink()
-    loaded = plan("--run-name", "moved", env=env)
-    assert loaded.config.tokenizer_path == "elsewhere" and not_used(loaded) == []
-
-
 @pytest.mark.parametrize("env, flags, environ, expected", [
     ("EPOCHS=2", ["--max-steps", 9], {}, (None, 9)), ("MAX_STEPS=9", ["--epochs", 2], {}, (2, None)),
     ("EPOCHS=2", [], {"MAX_STEPS": "9"}, (None, 9)), ("MAX_STEPS=9", [], {"EPOCHS": "2"}, (2, None)), ("EPOCHS=none", ["--max-steps", 9], {}, (None, 9))])
@@ -258,19 +219,6 @@ def test_the_settings_before_a_restart_replace_env_and_files():
     assert after.config == before.config and after.sources == before.sources
     first = plan(*flags, env="LEARNING_RATE=9\n", **{RESTART: json.dumps({"restart": 0, "cause": ""})})
     assert first.config.learning_rate == 9, "there is nothing to keep"
-
-
-def test_a_restart_of_a_run_with_steps_keeps_the_length_and_the_intervals_too():
-    """The record has the rest, whatever `.env` says."""
-    flags = [*SFT, "--pretrain-checkpoint", "base", "--run-name", "young"]
-    before = plan(*flags, env="LEARNING_RATE=0.125\nMAX_STEPS=20\nLOG_EVERY=4\n")
-    settings = {name.upper(): value for name, value in before.config.model_dump().items()}
-    checkpoint_without_weights(Path("runs/young"), 6, {"begun_from": "base"}, **settings)
-    edited = "LEARNING_RATE=9\nMAX_STEPS=1\nLOG_EVERY=9\nTRAINING_STAGE=dpo\n"
-    after = plan(*flags, env=edited, **{RESTART: json.dumps({"restart": 1, "cause": "", "settings": before.of_files()})})
-    assert after.start.step == 6 and after.config == before.config and not_used(after) == []
-    by_hand = plan(*flags, env=edited).config
-    assert (by_hand.learning_rate, by_hand.max_steps, by_hand.log_every) == (0.125, 1, 9)
 
 
 STARTS = ["base", "chat", "gone", "adapters", "adapted", "tuned", "pretrained", "owner/model", STEP_3, "step-00000005", "new", "text", "", "."]
@@ -326,13 +274,3 @@ def test_other_ranks_get_all_that_the_facts_add():
                             untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
     again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
     assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
-
-
-def test_a_plan_needs_no_torch():
-    """So a typo is reported before torch is loaded. Also with a start, adapters and a record."""
-    script = ("import json, sys\nfrom plan.make import make_plan\n"
-              "for flags in json.loads(sys.argv[1]):\n    make_plan(flags, {})\n"
-              "print(*sorted({'torch', 'numpy.testing', 'transformers'} & sys.modules.keys()))")
-    flags = json.dumps([[*map(str, flags)] for flags, _ in PLANS.values()])
-    done = subprocess.run([sys.executable, "-c", script, flags], env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -77,13 +77,6 @@ def test_a_stop_by_a_signal_repeats_no_steps_and_records_its_reason(read):
     assert parts(found) == {"start-up": 8 + 10 + 3, "steps": 12 + 16 + 10, "saving": 5, "downtime": 60, "other": 1 + 5}
 
 
-def test_the_time_before_a_finished_run_is_continued_is_not_counted(read):
-    run = read([start(0, 0), {"time": 10, "step": 10, "event": "end", "reason": "finished"}, start(10_000, 10, 10, 10),
-                {"time": 10_010, "step": 20, "event": "end", "reason": "finished"}], [line(10, 10, 1.0), line(10_010, 20, 1.0)])
-    found = run.data(100)["goodput"]
-    assert (found["share"], found["seconds"], found["interruptions"]) == (1, 20, [])
-
-
 def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
     """20 steps of 2 s; 10 s after the first process stopped, on a clock that was set back by an hour, 10 steps more."""
     run = read([start(10_000, 0), {"time": 10_041, "step": 20, "event": "end", "reason": "stopped by a signal"},

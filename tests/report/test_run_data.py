@@ -4,11 +4,17 @@ import json
 import shutil
 import time
 
+import numpy as np
 import pytest
 from factories import TinyRun, stop_at
+from hypothesis import given
+from hypothesis import strategies as st
 
+from checkpoint.schema import read_lines
 from common.files import FileLock
 from common.text import without_control_tokens
+from extensions.report.curves import Curve, as_json, points_per_curve
+from extensions.report.data import LogFile
 from extensions.report.goodput import KILLED
 from extensions.report.page import Report, as_text
 
@@ -145,3 +151,79 @@ def test_a_failed_run_reports_the_failure_the_last_save_and_the_replay_command(f
 def test_prompts_read_as_words(recorded, shown):
     """Those of Llama 3, ChatML, Mistral, DeepSeek and Gemma; what is no control token stays."""
     assert without_control_tokens(recorded) == shown
+
+
+VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=300)
+
+
+def curve_of(x, y) -> Curve:
+    curve = Curve()
+    for step, value in zip(x, y):
+        curve.add(step, value)
+    return curve
+
+
+@given(VALUES, st.integers(6, 50), st.integers(1, 40))
+def test_a_point_is_the_mean_and_the_range_of_the_values_it_stands_for(values, most, stride):
+    x, y = np.arange(len(values)) * stride, np.array(values)
+    points = curve_of(x, y).points(most)
+    assert len(points.x) <= most and (np.diff(points.x) > 0).all() and points.count.sum() == np.isfinite(y).sum()
+    assert (points.x[0], points.x[-1]) == (x[0], x[-1]) and points.y[[0, -1]].tolist() == pytest.approx(y[[0, -1]].tolist(), nan_ok=True)
+    edges = np.concatenate(([0], np.cumsum(np.maximum(points.count, 1)).astype(int))) if np.isfinite(y).all() else ()
+    for start, end, mean, low, high in zip(edges, edges[1:], points.y, points.low, points.high):
+        assert mean == pytest.approx(y[start:end].mean(), rel=1e-9, abs=1e-6)
+        assert (low, high) == (y[start:end].min(), y[start:end].max())
+
+
+def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
+    curve = curve_of([1, 2, 3, 4], [1.0, np.inf, None, 2 / 3])
+    assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.666667]} and curve.newest == (2 / 3, 4)
+    assert curve.known()[0].tolist() == [1, 4] and (curve.at(4), curve.at(3), curve.at(5)) == (2 / 3, None, None)
+
+
+@pytest.mark.parametrize("lengths, budget, most", [([10, 10], 1000, 10), ([10, 5000], 1010, 1000),
+                                                   ([10, 900, 5000, 5000], 3010, 1050), ([5000] * 100, 1000, 50)])
+def test_short_curves_are_whole_and_long_ones_share_what_is_left(lengths, budget, most):
+    assert points_per_curve(lengths, budget) == most
+
+
+@pytest.fixture
+def log(tmp_path):
+    return LogFile(tmp_path / "metrics.jsonl")
+
+
+def new(log: LogFile) -> bytes:
+    return b"".join(line for line, _ in log.new_lines())
+
+
+def lines(*steps: int) -> bytes:
+    return b"".join(json.dumps({"step": step, "time": 1.5 * step}).encode() + b"\n" for step in steps)
+
+
+def test_only_what_is_new_is_read_and_an_incomplete_line_waits(log):
+    assert new(log) == b""
+    with open(log.path, "ab", buffering=0) as file:
+        file.write(lines(1, 2) + b'{"step": 3, "ti')
+        assert new(log) == lines(1, 2)
+        file.write(b'me": 4.5}\n')
+        assert new(log) == lines(3) and not log.is_replaced()
+
+
+@pytest.mark.parametrize("after", [lines(1, 5, 6, 7, 8, 9, 10, 11), None])
+def test_a_file_that_a_resume_has_replaced_is_noticed_but_not_one_that_begins_alike(log, after):
+    log.path.write_bytes(lines(1, 2, 3, 4))
+    assert new(log) == lines(1, 2, 3, 4)
+    log.path.write_bytes(lines(1, 2, 3, 4, 5))
+    assert not log.is_replaced() and new(log) == lines(5)
+    log.path.unlink()
+    if after is not None:
+        log.path.write_bytes(after)
+    assert log.is_replaced()
+
+
+def test_a_last_line_that_lacks_only_its_end_is_read_when_nothing_is_appended_any_more(log):
+    log.path.write_bytes(lines(1, 2)[:-1])
+    assert new(log) == lines(1)
+    assert [(line, entry.step) for line, entry in read_lines(log.path)] == [(lines(1), 1), (lines(2), 2)]
+    log.path.write_bytes(lines(1, 2)[:-2])
+    assert [line for line, _ in read_lines(log.path)] == [lines(1)]

@@ -14,8 +14,6 @@ from config import Config, RunConfig, mps_rules
 from evaluation import during_run
 from learn import objectives
 from learn.optim import Optimizer
-from model_kernels import matmul
-from model_kernels.head import HeadGradients
 from parallel.process import why_no_kernels
 from run.facts import prepare_device
 
@@ -123,14 +121,3 @@ def test_an_update_on_mps_is_scaled_and_skipped_although_its_kernel_ignores_both
     (expected, moment), (scaled, its_moment), (skipped, none) = results
     assert torch.equal(scaled, expected) and torch.equal(its_moment, moment) and moment.any()
     assert none is None and not skipped.any()
-
-
-@pytest.mark.parametrize("hip", [None, "7.0"])
-def test_rocm_does_without_the_matmul_that_only_cuda_has(hip, monkeypatch):
-    calls, half = [], torch.ones(4, 2, dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as the GPU does, whose tensors are really on the CPU
-    monkeypatch.setattr(torch, "addmm", lambda *_, **options: calls.append(options["out_dtype"]))
-    gradients = HeadGradients(half, torch.zeros(3, 2), None)
-    gradients.add(slice(0, 4), on("cuda", half.new_ones(4, 3)), half, half[:3])
-    assert calls == ([] if hip else [torch.float32]) and torch.all(gradients.learned == (4 if hip else 0))

@@ -1,11 +1,8 @@
 """The run folder: a refused start changes no file, and the files of a run stay together."""
 
-import errno
 import os
 import re
 import shutil
-import signal
-import stat
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from factories import (
     stop_at,
 )
 
-from checkpoint import store
 from common.errors import CheckpointError, DataError
 from run import build as run_build
 from run import folder as run_folder
@@ -136,15 +132,6 @@ def test_a_kill_during_the_move_leaves_the_run_in_one_of_the_two_places(fatal, t
     assert run_folder.archive_run(tmp_path, is_wanted=False) is None
 
 
-def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
-    original, before = store.check_room, contents(finished.output_dir)
-    monkeypatch.setattr(store, "check_room",
-                        lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
-    assert finished.train(RESUME="never") == 143
-    assert "nothing was changed" in capsys.readouterr().out
-    assert contents(finished.output_dir) == before
-
-
 def test_a_folder_that_cannot_be_moved_stays_whole(finished, monkeypatch, capsys):
     before, rename = contents(finished.folder), Path.rename
 
@@ -218,21 +205,6 @@ def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
-    """A job whose start is refused deletes the folder after this job opened the lock file, and before it locked it."""
-    flock, run_dir = run_folder.fcntl.flock, tmp_path / "run"
-    actions = iter([lambda: shutil.rmtree(run_dir)])
-
-    def too_late(file, how):
-        flock(file, how)
-        next(actions, lambda: None)()
-
-    monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
-    with run_folder.lock_run(run_dir):
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} "), run_folder.lock_run(run_dir):
-            pass
-
-
 @pytest.mark.parametrize("lose", [lambda folder: shutil.rmtree(folder), lambda folder: folder.rename(folder.with_name("new"))],
                          ids=["deleted", "renamed"])
 @pytest.mark.parametrize("save_every", [2, 100])
@@ -246,29 +218,6 @@ def test_a_run_whose_folder_is_lost_stops_after_the_step_and_saves_its_state_in_
     assert run.steps_saved() == [3] and not (run.folder / "metrics.jsonl").exists()
     assert run.train() == 0
     assert_same_run(run, whole, 6, logs=())
-
-
-@pytest.mark.parametrize("refused", ["sync of files", "sync of folders", "rename"])
-def test_a_disk_that_cannot_do_what_a_save_does_is_found_before_the_first_step(refused, tiny_run, monkeypatch, capsys):
-    fsync, rename = os.fsync, Path.rename
-
-    def sync(descriptor):
-        if refused == f"sync of {'folders' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'files'}":
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    def move(path, target):
-        if refused == "rename":
-            raise OSError(errno.EPERM, "Operation not permitted", str(path), None, str(target))
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(Path, "rename", move)
-    run = tiny_run(**UNMEASURED)
-    assert run.train() == 5
-    text = capsys.readouterr()
-    assert "cannot be written: " in text.err and "OUTPUT_DIR" in text.err and "Traceback" not in text.err
-    assert "Step [" not in text.out and run.steps_saved() == []
 
 
 def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, prepared, whole, capsys):

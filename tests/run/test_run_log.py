@@ -75,22 +75,6 @@ def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, 
 # metrics.jsonl
 
 
-def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
-    log = make_log(tmp_path)
-    for step in range(1, 6):
-        log.step({"step": step, "run": 1})
-        log.sample(step, "line\u2028separator\n", "é")
-    log.close()
-    log = make_log(tmp_path, step=3)
-    for step in range(4, 7):
-        log.step({"step": step, "run": 2})
-    log.close()
-    assert [(entry["step"], entry["run"]) for entry in written(tmp_path / "metrics.jsonl")] == [
-        (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
-    samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line)["prompt"] for line in samples if line] == ["line\u2028separator\n"] * 3
-
-
 def test_of_a_step_that_a_signal_interrupted_after_its_update_the_answers_stay(tmp_path):
     """The checkpoint has metrics up to step 2 and the update of step 3, which is not taken again."""
     answers = [{"step": step, "group": 0, "prompt": "?", "answer": "!", "reward": 1.0, "advantage": 0.0, "tokens": 1} for step in (1, 2, 3, 4)]

@@ -7,19 +7,16 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import UNMEASURED, assert_same_run, at_step, do_in_step, planned, run_ranks, wait_until
-from safetensors.torch import load_file
 
-import train
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
-from common.activity import ACTIVITY, tick
+from common.activity import tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
@@ -76,21 +73,6 @@ def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(tiny_run, 
     assert "step-00000001 cannot be written: No space left on device" in capsys.readouterr().err
     assert [line["step"] for line in run.lines("ledger")] == [1, 2]
     assert not [*(run.folder / "checkpoints").iterdir()]
-
-
-def test_temporary_errors_are_retried_in_the_thread_and_reported(tiny_run, whole, monkeypatch, capsys):
-    original, failures = TensorFile.write_rows, iter([errno.ESTALE])
-
-    def write_rows(*arguments):
-        if number := next(failures, None):
-            raise OSError(number, os.strerror(number))
-        return original(*arguments)
-
-    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
-    monkeypatch.setattr(store, "RETRY_SECONDS", (0.1,))
-    run = tiny_run().trained()
-    assert "step-00000002 cannot be written: Stale file handle" in capsys.readouterr().err
-    assert_same_run(run, whole, 6)
 
 
 @pytest.mark.parametrize("settings, plant", [({"ASYNC_SAVE": "false"}, None), ({}, "free_host_memory")])
@@ -218,24 +200,3 @@ def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run
     before = run.hashes(2)
     run_ranks(save_and_look, run.argv(), world_size=3, folder=run.output_dir / "outputs")
     assert run.hashes(2) == before
-
-
-def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_save(tiny_run, whole, monkeypatch):
-    allocated, empty, pin_early = [], torch.empty, train.pin_early
-
-    def pin_as_on_a_gpu(run) -> None:
-        context, ranks = run.context, replace(run.ranks, device=torch.device("cuda"))
-        run.context, run.ranks = replace(context, ranks=ranks), ranks
-        pin_early(run)
-        run.context, run.ranks, run.shard.ranks = context, context.ranks, context.ranks
-
-    def record(*shape, pin_memory=False, **options):
-        allocated.extend([ACTIVITY.step] * pin_memory)
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(train, "pin_early", pin_as_on_a_gpu)
-    monkeypatch.setattr(torch, "empty", record)
-    run = tiny_run().trained()
-    assert_same_run(run, whole, 6)
-    assert {*allocated} == {1}
-    assert len(allocated) == 4 * len(load_file(run.checkpoint(6) / "model.safetensors")), "weights, two moments and step"

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
 import sys
 import time
@@ -80,15 +79,6 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     assert [message["content"] for message in record["messages"]][0] == "Hi"
     file.write_text(file.read_text() * 30)
     prepare_set("chats", str(file), tmp_path / "chats", PreparationOptions(str(prepared.tokenizer), "auto", 10_000, 0, workers=1))
-
-
-def test_a_model_without_a_template_continues_text_with_one_note(chat, folder, tmp_path, tokenizer):
-    base = Path(shutil.copytree(folder, tmp_path / "base"))
-    (base / "chat_template.jinja").unlink()
-    code, out, err = chat("The cat\nand the\n", base, "--temperature", 0, "--max-new-tokens", 8)
-    assert code == 0 and err.count("its tokenizer has no chat template") == 1
-    assert out.startswith(shown([by_transformers(folder, tokenizer, "The cat", 8)]))
-    assert "does not accept a system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
 
 
 class Terminal:

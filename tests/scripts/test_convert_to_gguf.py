@@ -237,23 +237,3 @@ def test_the_fields_of_a_gguf_file_hold_rotation_and_control_tokens(tmp_path, mo
     assert all(kind == "unused" for token, kind in kinds.items() if token.startswith("[PAD"))
     ids = {role: written["token_list"][written[f"{role}_token_id"]] for role in ("bos", "eos", "eot")}
     assert ids == {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "eot": "<|eot_id|>"}
-
-
-def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path, monkeypatch):
-    for number, (settings, message) in enumerate((({"model_type": "smollm3", "no_rope_every": 2}, "NO_ROPE_EVERY=4, and this model has 2"),
-                                                  ({}, "splits text like"), ({}, "has no merges"))):
-        folder = save(tmp_path / str(number), **settings)
-        content = json.loads((folder / "tokenizer.json").read_text())
-        if message == "splits text like":
-            content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
-        elif message == "has no merges":
-            content["model"]["merges"] = []
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=message):
-            script.convert(folder, tmp_path / "out.gguf", "f32")
-    monkeypatch.delitem(script.NAMES, "ffn_norm")  # as after a recipe that adds a parameter
-    with pytest.raises(CheckpointError, match="no layers.0.ffn_norm.weight; use --to hf"):
-        script.convert(folder, tmp_path / "out.gguf", "f32")
-    (tmp_path / "out.gguf").touch()
-    with pytest.raises(CheckpointError, match="already exists; choose a new file"):
-        script.convert(folder, tmp_path / "out.gguf", "f32")

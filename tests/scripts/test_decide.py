@@ -57,16 +57,6 @@ def test_a_comparison_is_killed_and_resumed(prepared, tmp_path):
     assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
 
 
-def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "runs")
-    for flags, reason in (([], "name the arms"), (["--vary", "learning_rate=0.1"], "two or more arms"),
-                          (["--vary", "learning_rate=0.1,0.1"], "two or more arms"), (["--vary", "learning_rate=x,0.1"], "LEARNING_RATE=x"),
-                          (["--vary", "learning_rate=0.1,0.2", "--error=1"], "--error")):
-        done = python("scripts/decide.py", *flags, *run.argv())
-        assert done.returncode == 2 and reason in done.stderr, done.stderr
-    assert not run.output_dir.exists()
-
-
 def fake_run(folder, loss, reason="finished", settings=(), rows="same", data="one", items="one", step_seconds=(0.5,)):
     """A run of two steps that ended with this loss, or failed; or of a step for each of these times."""
     checkpoint = folder / "checkpoints" / "step-00000001"

@@ -1,6 +1,5 @@
 """scripts/doctor.py: a line for each part of the machine, and for what is wrong, how to mend it."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,17 +77,3 @@ def test_an_interrupted_installation_is_found(lost, name, output, at_once, site)
     assert found(site, False) == found(site, True) == {}
     (site / lost).unlink()
     assert found(site, True) == {name: output} and found(site, False) == ({name: output} if at_once else {})
-
-
-def test_a_repair_leaves_the_package_to_the_installer(site, monkeypatch, capsys):
-    prefix = site.parents[2]
-    (prefix / ".paddock-1").touch()
-    (site / "torch-1.0.dist-info" / "INSTALLER").unlink()
-    monkeypatch.setattr(sys, "prefix", str(prefix))
-    monkeypatch.setattr(sys, "argv", ["environment.py", "--repair", str(prefix / "requirements.txt")])
-    monkeypatch.setattr(environment, "take_lock", lambda: None)
-    environment.main()
-    assert not (site / "torch-1.0.dist-info").exists() and not (prefix / ".paddock-1").exists() and (site / "torch").exists()
-    assert "was damaged or interrupted: torch (torch-1.0.dist-info/INSTALLER is missing)\n" in capsys.readouterr().err
-    environment.main()
-    assert capsys.readouterr().err == ""

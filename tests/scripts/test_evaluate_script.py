@@ -14,7 +14,6 @@ from commands import ROOT
 from factories import start, tiny_model_folder
 
 from common.errors import DataError, SettingsError
-from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.decide import compare_items
 from extensions.report.items import read_item_scores
 from tokenizer import load_tokenizer
@@ -125,19 +124,6 @@ def test_flags_choose_the_evaluations_of_a_model_from_elsewhere(model, whole, pr
     assert of_chats["val_loss"] > expected["val_loss"] and "hellaswag_acc" not in of_chats
     with pytest.raises(SettingsError, match="contains preference pairs"):
         evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
-
-
-def test_a_test_set_that_holds_nothing_out_is_evaluated_whole(model, prepared, stages, tmp_path, capsys):
-    chats = (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()[:7]
-    (tmp_path / "test.jsonl").write_text("\n".join(chats) + "\n")
-    options = PreparationOptions(str(prepared.tokenizer), "auto", 10**6, 0.0, workers=1)
-    whole = prepare_set("chats", str(tmp_path / "test.jsonl"), tmp_path / "test", options)
-    own = ("--tokenizer-path", prepared.tokenizer, "--max-seq-len", 200, "--generation-eval-every", 1,
-           "--generation-eval-examples", 100, "--generation-eval-tokens", 2)
-    by_data, by_setting = (evaluate(model, flag, whole, *own, output=tmp_path / "found.json")["metrics"]
-                           for flag in ("--data", "--validation-data-path"))
-    assert by_data == by_setting and by_data["generation_n"] == len(chats)
-    assert capsys.readouterr().err.count(f"{whole} holds nothing out, so all of it is evaluated") == 2
 
 
 @pytest.mark.parametrize("longest", [24, 1500])

@@ -7,7 +7,6 @@ import sys
 import sysconfig
 import tarfile
 import venv
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from commands import ROOT
 from factories import wait_until
 
-from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
 PROGRAM = """
@@ -89,29 +87,6 @@ def test_a_failed_part_stops_no_other_and_reports_its_reason(suite, tmp_path):
     assert "| good | ok |" in (tmp_path / "out" / "suite.md").read_text()
 
 
-@pytest.mark.parametrize(("device", "outcome"), [("cpu", True), ("cuda", None)])
-def test_only_a_missing_device_skips_the_other_parts(device, outcome, suite):
-    """Not a header that fails, is killed or takes too long."""
-    found = suite(part("good"), part("absent", alone=True), device=device)
-    assert found["good"]["ok"] is outcome
-    if outcome is None:
-        assert found["good"]["error"] == found["absent"]["error"] == "skipped: torch finds no cuda device"
-
-
-def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
-    """SIGTERM: the parts that run are stopped and reported, the others are skipped."""
-    def stop() -> None:
-        figures = tmp_path / "out" / "figures.jsonl"
-        wait_until(lambda: figures.exists() and "child" in figures.read_text())
-        suite.suite.stop()
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(stop)
-        found = suite(part("hangs"), part("good", needs=("hangs",)), part("faulty", alone=True))
-    assert found["hangs"]["error"].startswith("exit code -15") and found["hangs"]["figures"]["speed"] == 1.5
-    assert found["good"]["error"].startswith("skipped: ") and found["faulty"]["error"] == "skipped: no time left"
-
-
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it exceeded its limit of 1 s" and found["good"]["ok"]
@@ -120,34 +95,11 @@ def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_fi
     wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):
-    found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)),
-                  part("absent", needs=("fails",), alone=True), jobs=2)
-    for name, needed in (("good", "fails"), ("faulty", "good"), ("absent", "fails")):
-        assert found[name]["error"].startswith(f"skipped: it needs {needed}"), name
-    assert suite(part("good"), minutes=0.001, output="late")["good"]["error"] == "skipped: no time left"
-
-
 def test_the_driver_needs_the_standard_library_only():
     """It must report it if pydantic or torch is missing."""
     code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
-    task = parts.Task("parity", "cpu", True, tmp_path, 10, tmp_path / "figures.jsonl")
-    task.check("loss", False, 3.5)
-    with task.attempt("a kernel"):
-        raise RuntimeError("no such kernel\nand a long story")
-    parts.Task("other", "cpu", True, tmp_path, 10, task.notes).figure("loss", 7)
-    task.figure("after", 1)
-    with open(task.notes, "a") as file:
-        file.write('{"part": "parity", "figure": {"half')
-    figures, faults, skipped = gpu_suite.read_figures(task.notes, "parity")
-    assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
-    assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
-    assert gpu_suite.read_figures(task.notes, "parity", task.notes.stat().st_size) == ({}, [], None)  # of a later call
 
 
 # What torch, numpy and safetensors need, and what can be carried to a machine without a network.

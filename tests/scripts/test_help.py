@@ -10,7 +10,7 @@ import pytest
 from commands import ROOT
 
 from common import __version__
-from common.command_line import HELP_COLUMNS, CommandParser
+from common.command_line import HELP_COLUMNS
 from common.text import COMMANDS
 from parallel.process import STOP_SIGNALS
 
@@ -58,16 +58,3 @@ def test_a_script_prints_its_help_and_version(script, run):
     assert [line for line in text.splitlines() if len(line) > HELP_COLUMNS] == []
     assert run(script, "--version") == (0, f"Paddock {__version__}\n")
     assert files() == before
-
-
-def test_one_dash_is_no_call_for_help(capsys):
-    """Python 3.13 and newer would show it for `-hf-token`, and exit with 0."""
-    for flags in (["-hf-token=canary"], ["-hf-token", "canary"]):
-        with pytest.raises(SystemExit) as ended:
-            CommandParser("").parse_known_args(flags)
-        error = capsys.readouterr().err
-        assert ended.value.code == 2 and "-hf-token: flag names start with two dashes" in error and "canary" not in error
-    assert CommandParser("").parse_known_args(["--", "-hot"])[1][-1] == "-hot"
-    with pytest.raises(SystemExit):
-        CommandParser("").parse_args(["--vresion=5"])
-    assert capsys.readouterr().err.endswith("; did you mean --version?\n")

@@ -103,15 +103,6 @@ def test_documents_are_described(sets, inspect, prepared):
     assert output.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in output
 
 
-def test_a_batch_of_chats_shows_what_is_learned(sets, inspect):
-    output = inspect(sets["chats"], "--max-seq-len", 256)
-    row = output[output.index("number 1 of the run"):]
-    assert row.count("⟦Yes\\x1b[2J, it is.<|eot_id|>⟧") == row.count("slots") - 1 - row.count("padding") > 1
-    assert "\x1b" not in output and "60 chats in" in output
-    cut = inspect(sets["chats"], "--batch", 0, "--max-seq-len", 104)
-    assert "of the run" not in cut and "left out" in cut
-
-
 @pytest.mark.parametrize("kind, pattern, examples, hashes", [
     ("documents", r"Ümlaut 3\b", 2, 1), ("chats", r"Ümlaut 3\b", 1, 1), ("chats", "Yes", 60, 60), ("mixture", r"Ümlaut 3\b", 4, 1)])
 def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, pattern, examples, hashes, sets, inspect, prepared, tmp_path):

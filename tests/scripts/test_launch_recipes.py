@@ -4,10 +4,8 @@ The job of Slurm runs with an `srun` and a `scontrol` of ours, which do what Slu
 forwards USR1 to the tasks themselves, kills them at TERM, and exits with their highest code.
 """
 
-import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -125,19 +123,6 @@ def test_a_signal_to_the_job_saves_once_on_every_node(signals, requeued, tmp_pat
         time.sleep(0.1)
     assert job.wait() == EXIT_PREEMPTED, job.text()
     assert [job.text().count(f"node {node} saves") for node in range(2)] == [1, 1] and job.requeued() is requeued, job.text()
-
-
-def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(monkeypatch, tmp_path):
-    tell = f"""exec {shlex.quote(sys.executable)} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
-    job = Job(tmp_path, "--preset", "llama3-8b,production", python=tell)
-    assert job.wait() == 0, job.text()
-    for node in range(2):
-        line, = re.findall("^told (.*)$", (tmp_path / f"slurm-17-node-{node}.out").read_text(), re.MULTILINE)
-        argv, environ = json.loads(line)
-        assert environ["RUN_NAME"] == "first"
-        for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, environ[name])
-        assert checked(monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
 
 
 def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preemption(monkeypatch, tmp_path):

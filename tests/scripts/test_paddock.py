@@ -47,13 +47,6 @@ if [ "$2" = venv ]; then
 fi
 exec "{python}" "$@"
 '''
-# uv, as PYTHON3 and PIP: `uv pip install --python PYTHON --torch-backend=cpu torch==VERSION`.
-UV = '''#!/bin/sh
-echo "[\\"uv\\", \\"$*\\", null, null]" >> "$LOG"
-[ {fails} = 0 ] || exit 1
-info=$(echo "$(dirname "$4")"/../lib/python*/site-packages)/torch.dist-info && mkdir "$info" && \\
-    printf 'Name: torch\\nVersion: 2.13.0+cpu\\n' > "$info/METADATA" && touch "$info/INSTALLER" "$info/RECORD"
-'''
 RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "sweep": "sweep.py", "decide": "decide.py", "pipeline": "pipeline.py",
         "runs": "runs.py",
         "report": "report.py", "eval": "evaluate.py", "chat": "chat.py", "serve": "chat.py --serve", "generate": "generate.py",
@@ -201,23 +194,6 @@ def test_without_an_environment_one_is_made_once(clone):
     clone.paddock("train")
     [[_, again, *_]] = clone.calls("pip")
     assert again[-2:] == ["new~=1.0", "torch==2.13.0+cpu"], "torch is kept"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
-    if os.path.exists("/proc/driver/nvidia"):
-        pytest.skip("a GPU is here")
-    clone.add("uv", UV.format(fails=int(fails)))
-    output = clone.paddock("runs", NO_CPU_BUILD="2.12.0, 2.13.0")
-    [[_, uv, *_]] = clone.calls("uv")
-    assert "--torch-backend=cpu torch==2.13.0" in uv
-    expected = [call[1][-1] for call in clone.calls("pip")]
-    assert expected[:-1] == (["torch==2.13.0+cpu", "torch==2.13.0"] if fails else [])
-    assert ("3.4 GB to download" in output) is fails
-    shutil.rmtree(clone.root / ".venv")
-    clone.add("nvidia-smi", "#!/bin/sh\n")
-    output = clone.paddock("runs")
-    assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in output
 
 
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):

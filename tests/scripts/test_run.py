@@ -14,7 +14,6 @@ from factories import model_without_weights, write_jsonl
 from common.errors import PaddockError
 from config import MODEL_SETTINGS
 from data_pipeline.shards import read_data_manifest
-from data_preparation_utils import prepare_from_flags
 from extensions.preparation import is_source
 from plan.make import make_plan
 
@@ -87,17 +86,6 @@ def test_a_validation_set_is_prepared_as_a_whole_and_then_nothing_else_is_held_o
     explicit = make_plan(project.command("--pretrain-data-path", "corpus", alias, str(config.validation_data_path), "--validation-fraction", "0.2")[5:]).config
     assert read_data_manifest(Path(explicit.pretrain_data_path)).splits["validation"].documents
     assert explicit.validation_data_path == config.validation_data_path
-
-
-def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
-    monkeypatch.setattr(project.script, "choose_gpus", lambda wanted: [0, 1])
-    Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
-    *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
-                                       "--max-steps", "2")
-    assert command == [
-        "scripts/launch.py", "--max-restarts", "3", "--gpus", "idle:2", "--max-steps", "2", "--pretrain-data-path"]
-    again = prepare_from_flags("documents", ["--source=t.txt", "--documents=blank", "--max-documents=50"])
-    assert Path(folder) == again
 
 
 @pytest.mark.parametrize(("flags", "reason"), [

@@ -3,15 +3,9 @@
 import hashlib
 import json
 from itertools import islice
-from pathlib import Path
 
-import pytest
-
-from common.errors import DataError
-from scripts import make_sample
 from scripts.sample import stories
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
 def digest(records) -> str:
     return hashlib.sha256(json.dumps(list(records)).encode()).hexdigest()[:16]
@@ -51,14 +45,3 @@ def test_held_out_facts_are_never_trained_on():
     trained = facts_in(islice(stories.texts(), 2000)).union(*files.values())
     assert len(trained) > 4000 and len(held_out) > 1000
     assert not trained & held_out
-
-
-def test_what_is_not_the_sample_is_neither_replaced_nor_a_traceback(tmp_path, monkeypatch):
-    (tmp_path / "data").write_text("a file")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "notes.txt").write_text("mine")
-    for folder, words in (("data/sample", "is not a folder.*choose another --folder"), ("own", "move them")):
-        monkeypatch.setattr("sys.argv", ["make_sample.py", "--stories", "8", "--folder", str(tmp_path / folder)])
-        with pytest.raises(DataError, match=words):
-            make_sample.main()
-    assert (tmp_path / "own" / "notes.txt").read_text() == "mine"

@@ -226,16 +226,6 @@ def test_a_client_that_reads_nothing_blocks_no_other(prepared, only_the_first_is
         wait_until(lambda: is_free(batcher))
 
 
-def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(server):
-    batcher = server[1][0]
-    with connect(server[0]) as connection:
-        connection.sendall(post(asked(max_tokens=CONTEXT, stream=True)) + post(asked()))
-        wait_until(lambda: batcher._streams)
-        request, = batcher._streams
-    wait_until(lambda: is_free(batcher))
-    assert request.finish_reason == "cancelled"
-
-
 @pytest.mark.parametrize("error, code, message", [
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
     (ValueError("planted"), None, r"the model failed \(ValueError\); see the server's output")])

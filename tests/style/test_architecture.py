@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, tracked
+from phases import BOUNDS, measured_runs, table
 
 from config import START_FROM, Config
 from plan.make import make_plan
@@ -113,7 +114,7 @@ def test_only_four_modules_import_torch_distributed():
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import model_json, schema; "
-            "from plan import layers; from scripts.sample import stories; "
+            "from plan import layers, make; from scripts.sample import stories; "
             "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -237,3 +238,11 @@ def test_every_promise_has_its_test():
         file, _, name = test.partition("::")
         code = next((ROOT / "tests").rglob(f"{file}.py")).read_text(encoding="utf-8")
         assert not name or f"def {name}(" in code, test
+
+
+def test_a_run_enters_no_more_functions_files_and_classes_than_today(tmp_path):
+    rows = table(*measured_runs(tmp_path))
+    assert rows.keys() == BOUNDS.keys()
+    above = {name: (numbers, BOUNDS[name]) for name, numbers in rows.items()
+             if any(bound is not None and number > bound for number, bound in zip(numbers, BOUNDS[name]))}
+    assert above == {}, "simplify, or raise the bound as a decision; `python tests/phases.py --list PHASE` shows what is entered"

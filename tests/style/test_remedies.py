@@ -27,9 +27,8 @@ from bad_input_cases import (
 from factories import model_without_weights
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
 
-from common.errors import DataError, SettingsError
+from common.errors import SettingsError
 from plan.make import make_plan
-from tokenizer import load_tokenizer
 
 PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"
 CHECK = "train.py --check"
@@ -154,16 +153,3 @@ def test_what_the_settings_advise_helps(values, setting, advice, tmp_path, monke
     assert len(messages) == 1, refused.value
     for value in messages[0].groups():
         make_plan([], {**values, setting: value.replace(" ", "") or {"INSTRUCT_CHECKPOINT": "base"}.get(setting, "7")})
-
-
-def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811
-    content = (farm / "model" / "tokenizer.json").read_text()
-    (tmp_path / "t.model").write_text(content)
-    with pytest.raises(DataError, match="TOKENIZER_BACKEND=huggingface"):
-        load_tokenizer(str(tmp_path / "t.model"))
-    (tmp_path / "tokenizer.json").write_text(content.replace("<|end_of_text|>", "<|fin|>"))
-    (tmp_path / "t.model").write_text((tmp_path / "tokenizer.json").read_text())
-    with pytest.raises(DataError, match="add it as eos_token to a tokenizer_config.json beside it"):
-        load_tokenizer(str(tmp_path / "t.model"), "huggingface")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>", "bos_token": "<|begin_of_text|>"}')
-    assert load_tokenizer(str(tmp_path / "t.model"), "huggingface").vocab_size == 516

@@ -82,18 +82,6 @@ def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(project):
                                         "--max-new-tokens", 4)
 
 
-@pytest.mark.slow
-def test_every_stage_works_without_them(project):
-    project.prepare("instruct", "chats.jsonl")
-    project.prepare("dpo", "pairs.jsonl")
-    base = project.checkpoint("first", 2)
-    assert "Ready to train" in project.train("first", CHECK="true")
-    project.train("sft", TRAINING_STAGE="sft", PRETRAIN_CHECKPOINT=base, LORA_ENABLED="true")
-    project.train("dpo", TRAINING_STAGE="dpo", PRETRAIN_CHECKPOINT=base)
-    project.train("distilled", DISTILLATION_ENABLED="true", TEACHER_MODEL=base)
-    assert "All runs are the same" in project.machine("scripts/verify_resume.py", "--steps", 4, *argv_of(project.settings))
-
-
 def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, sources, prepared, tmp_path):
     prepare = ("scripts/load_pretrain_dataset.py", "--tokenizer-path", prepared.tokenizer, "--output", tmp_path, "--source")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")

@@ -64,13 +64,3 @@ def test_the_core_alone_computes_the_same(mode, core, stages, tmp_path):
     assert "--sample-every" in line
     assert_equal(whole, alone)
     assert any("hellaswag_acc" in line for line in alone.lines("metrics"))
-
-
-@pytest.mark.slow
-def test_the_core_alone_is_sharded_over_two_ranks(core, stages, tmp_path):
-    runs = [run_of("pretrain", stages, tmp_path / name, SHARDING="full") for name in ("whole", "alone")]
-    two = ("scripts/launch.py", "--nproc-per-node=2", "--max-restarts=0")
-    for tree, run, flags in ((ROOT, runs[0], (f"--extensions={EXTENSIONS}",)), (core, runs[1], ())):
-        done = train_in(tree, run, *flags, launcher=two)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert_equal(*runs)

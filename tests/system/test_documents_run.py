@@ -26,14 +26,16 @@ ELSEWHERE = re.compile("|".join((
     r"paddock (?:train|check)$|/grown|data/pretrain|sums|guesses|runs/pipeline|prepare sample")))  # what needs .env, or the output of a command above
 TOY = {name: TINY[name] for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MAX_SEQ_LEN", "MICRO_BATCH_SIZE", "MAX_STEPS",
                                     "DEVICE", "PRECISION", "COMPILE")} | UNMEASURED
-BLOCK = re.compile(r"^ *```(?:bash|sh|console)?\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(?:^|&& )((?:[A-Z_]+=\S+ +)*"
                      r"(?:\./paddock [a-z]|(?:\.venv/bin/)?python \S+\.py|bash scripts/).*?)(?= && |$)")
 
 
 def commands_in(page: Path) -> Iterator[str]:
     """The commands of a page's code blocks: lines joined where they continue, without shell variables and comments."""
-    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language not in ("", "bash", "sh", "console"):
+            continue
         block = re.sub(r"\\\n *", "", re.sub(r"<<'?(\w+)'?.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE))
         variables = dict(re.findall(r'^ *(\w+)="(.*?)"(?= *(?:#|$))', block, re.MULTILINE))
         for line in map(str.strip, block.splitlines()):

@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +14,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 from commands import WORLD
-from factories import PATIENCE, UNMEASURED, do_in_step, is_rank, joined_ranks, start
+from factories import PATIENCE, UNMEASURED, do_in_step, is_rank, start
 from faults import act
 
 from checkpoint import tensors
@@ -137,17 +136,6 @@ def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
                           f"DISTRIBUTED_TIMEOUT=0.2 s. {hang.REMEDY}\n")
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_one_process_is_watched_while_it_is_a_rank(error):
-    before = threading.active_count()
-    with nullcontext() if error is None else pytest.raises(error), joined_ranks("cpu", 60):
-        watch = collectives.watchdog
-        assert [thread.is_alive() for thread in watch.threads] == [True, True]
-        if error:
-            raise error
-    assert collectives.watchdog is None and threading.active_count() == before
-
-
 def start_stuck(in_group: bool) -> None:
     """In a rank: rank 1 never returns from its driver, or from the process group."""
     def watchdog(store, rank, count, _, *more):
@@ -170,21 +158,6 @@ def test_ranks_that_never_become_a_group_end_too(in_group, message, tmp_path):
     assert job.wait() == [6, 6], job.text()
     assert f"error: hang: {message} made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in job.text()
     assert "in start_stuck" in job.text(), "the stacks"
-
-
-def test_one_process_is_watched_before_its_device_is_used(monkeypatch):
-    class Used(Exception):
-        """The device was used while the watchdog ran."""
-
-    def set_device(device) -> None:
-        assert device == torch.device("cuda", 0) and collectives.watchdog
-        raise Used
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    with pytest.raises(Used):
-        collectives.start_ranks("cuda", 60)
-    collectives.stop_watchdog()
 
 
 def stall_and_listen_slowly() -> None:
@@ -276,22 +249,3 @@ CudaError = getattr(torch, "AcceleratorError", RuntimeError)  # since torch 2.8
 def test_one_place_explains_every_end(error, code, victim):
     ending = collectives.classify_exception(error)
     assert (ending and ending.code, ending and ending.is_secondary) == (code, victim)
-
-
-def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
-    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collectives.socket, "gethostname", lambda: "node-1")
-    message = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
-    assert message.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
-
-    def fail(*_) -> None:
-        raise CudaError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for")
-
-    monkeypatch.setenv("WORLD_SIZE", "10")
-    monkeypatch.setattr(collectives, "_init_process_group", fail)
-    monkeypatch.setattr(collectives, "_join_store", lambda ranks: collectives.watch(torch.distributed.HashStore(), ranks, 60, True) or True)
-    monkeypatch.setattr(collectives, "_terms_of_rank0", lambda *_: {"device": "cpu", "timeout": 60, "local_world_size": 8})
-    with pytest.raises(CudaError):  # not an error of its address
-        collectives.start_ranks("cpu", 60)
-    collectives.stop_watchdog()

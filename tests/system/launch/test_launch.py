@@ -372,25 +372,6 @@ def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "again", "message"), [
-    ((), True, "exited at a second SIGTERM, without saving"), (("--shutdown-timeout=2",), False, "was killed before it finished saving")])
-def test_a_rank_that_cannot_save_exits_at_a_second_signal_or_after_a_time_limit(flags, again, message, tiny_run):
-    with launch(tiny_run(**ENDLESS), *flags, plant="test_launch:stall") as command:
-        command.wait_for_step(2)
-        command.process.send_signal(signal.SIGTERM)
-        if again:
-            time.sleep(2)
-            assert command.process.poll() is None, "the first one is remembered, and no more"
-            command.process.send_signal(signal.SIGTERM)
-        assert command.wait() == 1
-    assert message in command.last_line()
-
-
-def stall() -> None:
-    do_in_step(3, lambda: time.sleep(60), optim)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "flags"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGUSR1, ()),
                                                (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
 def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):

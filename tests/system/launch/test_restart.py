@@ -18,7 +18,7 @@ from config import Config
 from extensions.report.data import RunReader
 from learn import optim
 from parallel import process, ranks
-from scripts.launch import Ending, Job, RankExit, agree, record_cause
+from scripts.launch import Ending, Job, RankExit, agree
 
 HANG, CRASH = 6, 1
 
@@ -181,27 +181,3 @@ def test_a_hang_is_started_again(whole_on_two_ranks, tiny_run):
     warning, = [line for line in command.text().splitlines() if "Restart 1 of 3" in line]
     assert warning.startswith("warning: hang: ") and "rank 1" in warning, warning
     assert command.last_line() == "Finished; restarted 1 time"
-
-
-def test_the_cause_of_an_interruption_is_that_of_the_rank_that_began_it(tmp_path):
-    """Rank 0 knows only that its connection was lost; the launcher knows who was killed."""
-    def reason() -> str:
-        reader = RunReader(tmp_path, "run")
-        reader.read()
-        return reader.processes[-1].end["reason"]
-
-    lost = "rank 0 stops, because another rank has exited; see that rank's output for the cause"
-    (tmp_path / "config.json").write_text('{"TRAINING_STAGE": "pretrain", "MAX_STEPS": 9}')
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1e9, "step": 4, **event}) + "\n" for event in (
-        {"event": "start"}, {"event": "end", "reason": lost})))
-    victim, survivor = RankExit(False, 8, 1, 1, "rank 1 was killed by SIGKILL"), RankExit(True, 7, 0, 1, f"{lost} (gloo)")
-    record_cause(Ending([survivor], run_folder=tmp_path))
-    assert reason() == lost, "on a machine of survivors alone, nothing is known"
-    for _ in range(2):
-        record_cause(Ending([survivor, victim], run_folder=tmp_path))
-        assert reason() == "rank 1 was killed by SIGKILL"
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3, "told once"
-    record_cause(Ending([RankExit(False, 9, 0, process.EXIT_PREEMPTED)], run_folder=tmp_path))
-    record_cause(Ending([victim], run_folder=tmp_path / "deleted"))
-    record_cause(Ending([victim]))
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3

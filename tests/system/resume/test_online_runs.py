@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import during
-from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
+from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
 from data_pipeline.shards import TokenizerInfo
@@ -23,7 +23,6 @@ from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
 from extensions.rewards import answer_column, with_answer
-from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -131,15 +130,6 @@ def test_the_reference_of_adapters_is_the_model_without_them(stages, tmp_path):
     assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
 
 
-def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_path, monkeypatch):
-    """Of two steps with three updates each, the first update of the second step is not finite."""
-    updates, step, norm = [], Optimizer.step, Reducer.norm
-    monkeypatch.setattr(Optimizer, "step", lambda *arguments: (updates.append(1), step(*arguments))[1])
-    monkeypatch.setattr(Reducer, "norm", lambda self: norm(self) * (torch.nan if len(updates) >= 3 else 1))
-    run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
-    assert run.train() == 4 and len(updates) == 4
-
-
 def test_a_step_is_all_of_its_updates(stages, tmp_path, monkeypatch, capsys):
     """Its metrics are their means. If the second is not finite, there is no third, and the saved state is that before the first."""
     changes = dict(GRPO_UPDATES=3, MAX_STEPS=2, SAVE_EVERY=1, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
@@ -242,15 +232,6 @@ def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(functio
     error = capsys.readouterr().err
     assert f'step 1: REWARD=rated:{function} failed for the record {{"question": "' in error and reason in error
     assert run.metrics()[-1]["reward"] == np.mean([line["reward"] for line in run.lines("rollouts") if line not in failed])
-
-
-@pytest.mark.parametrize("reward, code, words", [
-    ("rated:always", 3, "failed for all 8 answers"), ("rated:absent", 2, "cannot be imported: AttributeError"),
-    ("no_such_module:f", 2, "cannot be imported: ModuleNotFoundError")])
-def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, stages, tmp_path, capsys):
-    run = stages.run("grpo", tmp_path / "runs", REWARD=reward, VALIDATE_EVERY=0)
-    assert run.train() == code and words in capsys.readouterr().err
-    assert run.lines("ledger") == [] and not run.steps_saved()
 
 
 def prompts_of(records, stages, folder, **source):

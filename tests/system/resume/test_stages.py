@@ -120,15 +120,6 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
     assert_same_run(stopped, whole, 4)
 
 
-def test_what_is_measured_on_the_way_changes_nothing(run):
-    """Validation, HellaSwag and samples change no random number and leave dropout on."""
-    mode = "lora-dpo"
-    measured = run(mode, RUN_NAME="measured", VALIDATE_EVERY=1, HELLASWAG_EVERY=1, SAMPLE_EVERY=1, LORA_DROPOUT=0.1)
-    unmeasured = run(mode, RUN_NAME="unmeasured", **UNMEASURED, LORA_DROPOUT=0.1)
-    assert measured.train() == unmeasured.train() == 0
-    assert_same_run(measured, unmeasured, 4, logs=["ledger"])
-
-
 @pytest.mark.parametrize("mode, data", [("sft", "chats"), ("lora-dpo", "pairs"), ("grpo", "prompts"), ("pretrain", "shards")])
 def test_a_validation_set_of_one_s_own_is_read_by_what_it_holds_out_or_as_a_whole(mode, data, stages, tmp_path, capsys):
     """A set of just the examples that the data holds out gives the same figures as these, and training has the same bits."""
@@ -294,22 +285,6 @@ def test_a_reference_that_cannot_be_stored_beside_the_data_is_stored_elsewhere(r
     (tmp_path / "file").touch()
     assert here.train(CACHE_DIR=tmp_path / "file") == 2
     assert f"CACHE_DIR={tmp_path / 'file'} cannot be written" in capsys.readouterr().err
-
-
-def test_adapters_are_not_resumed_on_another_base(stages, run, tmp_path, capsys):
-    base = shutil.copytree(stages.base, tmp_path / "base")
-    adapted = run("lora-sft", PRETRAIN_CHECKPOINT=base)
-    with stop_at(2):
-        assert adapted.train() == train.EXIT_PREEMPTED
-    shutil.rmtree(base)
-    assert adapted.train() == 5
-    assert str(base) in capsys.readouterr().err
-    shutil.copytree(stages.teacher, base)
-    assert adapted.train() == 5
-    assert "is another model" in capsys.readouterr().err and adapted.steps_saved() == [2]
-    shutil.rmtree(base)
-    shutil.copytree(stages.base, base)
-    assert adapted.train() == 0
 
 
 def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
