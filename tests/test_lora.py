@@ -403,21 +403,19 @@ MERGE = "only plain LoRA.*merge_and_unload"
 
 
 @pytest.mark.parametrize("damage, match", [
-    (dict(peft_type="IA3"), "IA3.*merge_and_unload"), (dict(init_lora_weights="pissa"), "pissa"),
+    (dict(peft_type="IA3"), "IA3.*merge_and_unload"),
     (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=8), "only plain LoRA is supported: use PEFT, or train with LoRA"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
-    (dict(lora_alpha=None), "has no lora_alpha"), (dict(layers_to_transform=0), "layers_to_transform=0, which omits model.layers.1"),
-    (dict(bias="all"), f"bias='all'.*{MERGE}"), (dict(target_parameters=["x"]), "target_parameters"),
+    (dict(layers_to_transform=0), "layers_to_transform=0, which omits model.layers.1"),
     (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
-    (dict(use_dora=True), f"use_dora=True.*{MERGE}"), (dict(rank_pattern={"q_proj": 8}), f"rank_pattern=.*{MERGE}"),
+    (dict(use_dora=True), f"use_dora=True.*{MERGE}"),
     (dict(alpha_pattern={"k_proj": 1}), f"alpha_pattern=.*{MERGE}"),
     (dict(trainable_token_indices={"norm": [3]}), "norm.*embed_tokens and lm_head"),
-    (dict(trainable_token_indices=[5, 3]), "ascending ids"), (dict(trainable_token_indices=["x"]), "ascending ids"),
+    (dict(trainable_token_indices=["x"]), "ascending ids"),
     (dict(trainable_token_indices=[3, padded(VOCAB)]), f"below {padded(VOCAB)}"),
-    (dict(trainable_token_indices={"embed_tokens": [3], "lm_head": [4]}), "other rows of the head"),
     (dict(trainable_token_indices=[3]), r"^adapter_config.json has trainable_token_indices=\[3\], but .* lacks .*embed_tokens.token_adapter"),
     (dict(modules_to_save=["lm_head"]), r"^adapter_config.json has modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
-    (dict(modules_to_save=["k_proj"]), "modules_to_save=.* not k_proj"), (dict(modules_to_save=5), "modules_to_save=5, .* not 5")])
+    ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
     content = model_json.read_model_json(folder / "adapter_config.json")

@@ -51,16 +51,10 @@ LITGPT = {"max_steps": 40, "lr_warmup_steps": 8, "micro_batch_size": 4, "global_
           "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}}
 USED = [  # a file's content, and the settings that it sets
     ({"num_train_epochs": 2}, {"epochs": 2}), ({"use_amp": False}, {"precision": "fp32"}),
-    ({"gradient_checkpointing": True}, {"activation_checkpointing": "block"}), ({"enable_fsdp": True}, {"sharding": "full"}),
     ({"resume_from_checkpoint": "a/b"}, {"resume": "a/b"}), ({"resume_from_checkpoint": "latest"}, {"resume": "auto"}),
-    ({"resume": False}, {"resume": "never"}), ({"stage": "pt"}, {"training_stage": "pretrain"}),
-    ({"report_to": "mlflow"}, {"mlflow_enabled": True}), ({"report_to": []}, {"mlflow_enabled": False}),
     *((PREFERRED | {"pref_loss": loss}, {name: 0.3})
       for loss, name in (("sigmoid", "dpo_beta"), ("orpo", "orpo_lambda"), ("simpo", "simpo_beta"))),
     ({"rl": "grpo", "grpo_data_path": "x", "instruct_checkpoint": "base", "rl_beta": 0.3}, {"grpo_beta": 0.3}),
-    ({"training": {"dtype": "float32"}}, {"precision": "auto"}), ({"training": {"dtype": "bfloat16"}}, {"optimizer_dtype": "bf16"}),
-    ({"init_from": "scratch"}, {"pretrain_checkpoint": None}), ({"init_from": "base"}, {"pretrain_checkpoint": "base"}),
-    ({"mixed_precision": "no"}, {"precision": "fp32"}), ({"torch_dtype": "torch.bfloat16"}, {"precision": "bf16"}),
     ({"model_type": "LlamaForCausalLM", "optimizer": "adamw_torch_fused", "precision": "bfloat16"},
      {"model_type": "llama", "optimizer": "adamw", "precision": "bf16"}),
     ({"test_datasets": [{"path": "own.jsonl", "split": "train", "type": "chat_template"}]}, {"validation_data_path": "own.jsonl"}),
@@ -72,19 +66,10 @@ USED = [  # a file's content, and the settings that it sets
      {"micro_batch_size": 4, "max_steps": 7, "learning_rate": 1e-3, "validate_every": 9, "compile": False, "wandb_enabled": True}),
     ({"data": {"init_args": {"seed": 5}}, "seed": 3, "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [0.8, 0.9]}}},
      {"seed": 3, "data_seed": 5, "adam_beta1": 0.8, "adam_beta2": 0.9, "optimizer": "adamw"}),
-    ({"micro_batch_size": 2, "max_seq_len": 64, "grad_accum_nums": 3}, {"total_batch_size": 384}),
-    ({"tokenizer_num_workers": 3}, {"preparation_workers": 3}), ({"run_validation": False}, {"validate_every": 0}),
-    ({"micro_batch_size": 2, "max_eval_step": 5}, {"validation_rows": 10}), ({"resume_from_latest": True}, {"resume": "auto"}),
-    ({"training_stage": "distillation", "teacher_model": "x"}, {"distillation_enabled": True}),
     (TUNED | {"training_stage": "lora"}, {"training_stage": "sft", "lora_enabled": True}),
-    (TUNED | {"training_stage": "instruct"}, {"training_stage": "sft"}),
     # Values that are valid there, and what is set beside them.
-    ({"max_steps": -1, "num_train_epochs": 2, "save_total_limit": 2}, {"epochs": 2}),
     ({"max_steps": 50, "save_steps": 0.25, "eval_steps": 0.3, "logging_steps": 0.01}, {"save_every": 13, "validate_every": 15, "log_every": 1}),
-    *((flash, {"attention_backend": "auto"}) for flash in ({"use_flash_attn": True}, {"flash_attn": "fa2"})),
-    ({"warmup_steps": 10, "warmup_ratio": 0}, {"warmup_steps": 10}),
     ({"lr_scheduler_type": "cosine", "min_lr": 1e-5, "warmup_steps": 5}, {"min_learning_rate": 1e-5, "warmup_steps": 5}),
-    ({"n_head": 6, "n_embd": 96}, {"n_kv_heads": 6}), ({"n_head": 8, "n_embd": 128}, {"n_kv_heads": Config().n_kv_heads}),
     # The defaults of the trainer whose file it is.
     ({**HF, "per_device_train_batch_size": 4}, {"weight_decay": 0, "adam_beta2": 0.999, "max_grad_norm": 1}),
     (TUNED | RATE | {"max_steps": 9, "sequence_len": 64}, {"adam_beta2": 0.95}),  # the name of a stage is ours: no file of axolotl

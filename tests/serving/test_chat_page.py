@@ -43,12 +43,6 @@ class Chat:
         self.page.fill("#text", text)
         self.page.press("#text", "Enter")
 
-    def asks(self, *texts: str) -> None:
-        for count, text in enumerate(texts, 1):
-            self.say(text)
-            self.sees(*["Hello, world"] * count)
-            self.reads("3 tokens", count)
-
     def do(self, action: str, nth: int = 0) -> None:
         if action == "answer":  # does nothing while one is written
             self.finishes()
@@ -72,10 +66,6 @@ class Chat:
         self.file = download.value.suggested_filename
         return [json.loads(line) for line in download.value.path().read_text().splitlines()]
 
-    def import_lines(self, *records) -> None:
-        text = "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-        self.page.set_input_files("#file", {"name": "x.jsonl", "mimeType": "", "buffer": text.encode()})
-
     def toggle(self, place: str) -> None:
         self.page.locator(f"[aria-controls={place}]").click()
 
@@ -86,9 +76,6 @@ class Chat:
 
     def finishes(self) -> None:
         wait_until(lambda: self.page.evaluate("running.size") == 0)
-
-    def focus(self) -> str:
-        return self.page.evaluate("document.activeElement.id || document.activeElement.dataset.do || document.activeElement.nodeName")
 
 
 @pytest.fixture(scope="module")
