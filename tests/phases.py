@@ -8,7 +8,7 @@
 A process trains two steps of --preset sample,debug on tiny data while `sys.setprofile` notes every function
 of the project that is entered. Lambdas, comprehensions, module bodies and installed packages do not count.
 The whole run also has what its imports enter, and class bodies; there, methods of one name in a file are one.
-tests/style/test_entered.py fails above the bounds. When names move, adapt WRAPPED and AGREEMENTS.
+tests/style/test_architecture.py fails above the bounds. When names move, adapt WRAPPED and AGREEMENTS.
 """
 
 import argparse
