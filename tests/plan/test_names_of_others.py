@@ -8,7 +8,6 @@ import pytest
 import torch
 from factories import checkpoint_without_weights
 
-from config import Config
 from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
 from learn.optim import learning_rate
 from plan.make import peek

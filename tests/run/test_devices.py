@@ -1,6 +1,5 @@
 """Apple's GPUs and ROCm, simulated: no such device is here."""
 
-
 import pytest
 import torch
 from factories import TinyRun
@@ -12,6 +11,7 @@ import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
+from extensions.report.console import describe_hardware
 from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
