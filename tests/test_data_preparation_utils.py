@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,12 +16,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from factories import PATIENCE, checkpoint_without_weights, prepare_under_fire, start_preparation, write_jsonl
+from factories import PATIENCE, prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
-from config import Config
 from data_pipeline import prepare as preparation
-from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set
 from data_pipeline.sources import Source, identity_of
@@ -35,7 +32,6 @@ from data_preparation_utils import (
     prepare_set,
     used_settings,
 )
-from plan.make import make_plan
 from scripts.prepare import train_command
 from tokenizer import load_tokenizer
 
@@ -262,36 +258,6 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
     assert 0 < sum(read) < size * (0.6 if kind in (".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext") else 1.2)
 
 
-def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch):
-    pytest.importorskip("datasets")
-    texts, hub = stories(600), tmp_path / "hub"
-    hub.mkdir()
-    for number in range(3):
-        write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
-    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
-    source, chunks = Source(name=str(hub)), []
-    options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}
-    calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
-
-    def fails_late(spec, documents):
-        chunks.append(documents)
-        if sum(map(len, chunks)) > 450:
-            raise DataError("planted")
-        return DOCUMENTS.tokenize(spec, documents)
-
-    with monkeypatch.context() as patch:
-        tokenize_by(patch, fails_late)
-        with pytest.raises(DataError, match="planted"):
-            prepare(source, tokenizer_path, tmp_path / "out", **options)
-    read, rows = [], sources._read_hub
-    monkeypatch.setattr(sources, "_read_hub", lambda *arguments: (read.append(row) or row for row in rows(*arguments)))
-    resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
-    assert shards_of(resumed) == shards_of(calm)
-    assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
-    assert 0 < len(read) < 250
-
-
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
     source = write_texts(tmp_path / "x.jsonl", stories(20))
 
@@ -348,30 +314,6 @@ def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
     assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
-
-
-@pytest.mark.parametrize("kind, name", [("documents", "text"), ("chats", "chats"), ("pairs", "pairs"), ("pairs", "unpaired"), ("prompts", "prompts")])
-def test_preparation_ends_with_the_command_that_trains(kind, name, stages, tmp_path, monkeypatch):
-    """Beside a `.env` of another stage. Its start is the newest run of the stage before that has the same tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    stage, before = ("sft", "sft") if kind == "pairs" else ("dpo", "pretrain" if kind == "chats" else "sft")
-    Path(".env").write_text(f"TRAINING_STAGE={stage}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nEPOCHS=2\n"
-                            "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\nMICRO_BATCH_SIZE=5\n")
-    folder = stages.prepared.shards if name == "text" else getattr(stages, name)
-    used = Config(tokenizer_path=str(stages.prepared.tokenizer))
-    unknown = train_command(kind, folder, used)
-    checkpoint_without_weights(Path("runs/a b"), 2, TRAINING_STAGE=before, TOKENIZER_PATH=used.tokenizer_path)
-    line = train_command(kind, folder, used)
-    assert ("MODEL" in unknown, "'a b'" in line) == (kind != "documents", kind != "documents") and "MODEL" not in line
-    words = shlex.split(line)
-    config = make_plan(words[words.index("--run-name"):], {}).config
-    assert (config.data_path, config.tokenizer_path, config.run_name) == (str(folder), used.tokenizer_path, folder.name)
-    if kind == "documents":  # not 174 M parameters for a small text
-        assert (config.depth, config.epochs, config.dim, config.max_seq_len) == (2, 2, 128, 512)
-    assert config.named_checkpoint == (None if kind == "documents" else "a b")
-    assert (config.preference_objective == "kto") == (name == "unpaired") and config.generation_eval_every in (0, 5)
-    (tmp_path / "runs" / folder.name).mkdir()
-    assert f"--run-name {folder.name}-2 " in train_command(kind, folder, used), "a run that exists is not resumed"
 
 
 def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, monkeypatch):

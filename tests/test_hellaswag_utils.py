@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-import shutil
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from hellaswag_utils import (
     read_items,
 )
 from model import Transformer
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 512
@@ -348,33 +347,3 @@ def test_other_sets_are_judged_as_lm_evaluation_harness_does(name, harness, mode
     items = read_items(write_jsonl(tmp_path / "written.jsonl", written), "EVAL_TASKS=a:")
     assert_equal_judgement(harness(written, is_hellaswag=False, fields=fields), model, tokenizer, items)
     assert (prepared(items, tokenizer)[0].tokens_T == tokenizer.bos_id).sum() == 1, "the start token is not doubled"
-
-
-@pytest.mark.filterwarnings("default")
-def test_without_a_start_token_of_the_tokenizer_items_are_judged_as_lm_evaluation_harness_does(exported, model, tokenizer, records,
-                                                                                               items, tmp_path):
-    """As with the tokenizers of Qwen and SmolLM2. A start token would change the scores."""
-    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
-    document = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"post_processor": None}))
-    plain = load_tokenizer(str(tmp_path))
-    assert (plain.document_start_id, plain.adds_start) == (tokenizer.bos_id, False)
-    assert_equal_judgement(harness_of(tmp_path)(records), model, plain, items)
-    scores, with_start = (ending_logprobs(model, prepared(items[:4], each), CPU) for each in (plain, tokenizer))
-    assert np.abs(scores - with_start).min() > 1e-3
-    assert prepare_task(items[0]._replace(context=" "), plain, MAX_SEQ_LEN).tokens_T[0] == plain.bos_id
-
-
-@pytest.mark.filterwarnings("default")
-def test_real_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, real_data):
-    """Their contexts come without the split in two; with byte-like tokens the long ones, which are the last, do not fit."""
-    path = real_data / "hellaswag_val.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no {path.name} among the real data")
-    items = read_items(path)
-    assert len(items) == 10042
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines]
-    records, items = records[:42] + records[-8:], items[:42] + items[-8:]
-    records = [{**record, "ctx_a": record["ctx"], "ctx_b": ""} for record in records]
-    assert_equal_judgement(harness(records), model, tokenizer, items)

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 from commands import python
-from factories import in_transformers, new_model
+from factories import new_model
 
 from checkpoint import huggingface, model_json, peft, store
 from checkpoint.tensors import LazyTensor, lazy, read_all, read_optimizer
@@ -21,7 +21,7 @@ from config import ModelConfig
 from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
 from extensions.other_trainers import unused_fields
-from model import RMSNorm, Transformer, padded
+from model import Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -84,23 +84,6 @@ def test_a_saved_folder_gives_the_same_logits_in_transformers(config, tokenizer,
     assert 0.3 < ours_BTV.std() < 3
     assert (ours_BTV - theirs_BTV).abs().max() < 1e-4
     assert not recwarn.list
-
-
-def test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(config):
-    """Both round matmuls and the residual stream; we round less within a norm, whose sums and products are float32."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    model, actual = model_of(config), Transformer(config, VOCAB, torch.bfloat16)
-    actual.load_state_dict(model.state_dict())
-    reference = in_transformers(model)
-    tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        exact_BTV = reference.double()(tokens_BT).logits
-        ours_off, theirs_off = ((logits_BTV.double() - exact_BTV).square().mean().sqrt() for logits_BTV in (
-            actual(tokens_BT, mode="logits"), reference.bfloat16()(tokens_BT).logits))
-    assert 0.002 < ours_off < 0.93 * theirs_off  # 0.78 to 0.85; 0.97 to 1 with norms in bf16
-    norm, x = LlamaRMSNorm(64, 1e-5).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    assert torch.equal(RMSNorm(64, 1e-5)(x), norm(x)), "with weights of one there is nothing more to round"
 
 
 def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, tmp_path):

@@ -4,7 +4,6 @@ import json
 import re
 from functools import cache
 from random import Random
-from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from data_pipeline import filters
 from data_pipeline import prepare as preparation
 from data_pipeline.filters import EvaluationItems, words_of
 from data_pipeline.shards import MANIFEST
-from data_pipeline.sources import identity_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
@@ -58,14 +56,6 @@ def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
     # Where all hashes are the same, nothing is found that is not there.
     monkeypatch.setattr(filters, "hashes_of_runs", lambda words, length: np.zeros(max(0, len(words) - length + 1), np.uint64))
     assert EvaluationItems(str(tmp_path / "items.jsonl")).overlap(WORDS) is None
-
-
-@pytest.mark.parametrize("text, words", [
-    ("भारत की राजधानी क्या है", ["भारत", "की", "राजधानी", "क्या", "है"]), ("مُحَمَّد رسول", ["مُحَمَّد", "رسول"]), ("שָׁלוֹם עולם", ["שָׁלוֹם", "עולם"]),
-    ("cafe\u0301 ＯＡＫ so\u00adft ze\u200bro", ["café", "oak", "soft", "zero"]), ("東京は?", ["東", "京", "は"]), ("서울은 크다", ["서울은", "크다"]), ("\U0001f642 !", [])])
-def test_words_of_any_script_are_those_that_spaces_separate_however_they_are_written(text, words):
-    assert [*map(identity_of, words)] == words_of(text) == words_of(normalize("NFD", text))
-    assert len(words_of("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย")) == 4, "Thai is divided at its vowel signs"
 
 
 @pytest.mark.parametrize("kind, record", [

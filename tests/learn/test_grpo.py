@@ -17,7 +17,6 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
-from extensions import online as rollouts
 from extensions.online import (
     GRPO,
     STD_EPSILON,
@@ -33,7 +32,6 @@ from learn.teacher import LlamaTeacher
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 
-CPU = torch.device("cpu")
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
 losses = pytest.mark.parametrize("loss", LOSSES)
@@ -187,24 +185,6 @@ def test_the_ratio_of_the_first_update_is_exactly_one(loss):
     assert not torch.equal(token_logprobs(model, batch).detach(), first_BT)
 
 
-@losses
-def test_masked_tokens_contribute_nothing_and_rows_add_up(loss):
-    objective, batch = objective_of(loss, grpo_beta=0.1), off_policy(answers())
-    total, _, whole = gradients(objective, batch)
-    changed = batch.tokens_BT.clone()
-    for row, targets in enumerate(batch.targets_BT):
-        changed[row, (targets != IGNORE_INDEX).nonzero().max() + 1:] = 3  # what follows the answer
-    stored = {**batch.stored, "sampled_BT": batch.stored["sampled_BT"].where(batch.targets_BT != IGNORE_INDEX, -5.0)}
-    assert gradients(objective, replace(batch, tokens_BT=changed, stored=stored))[0] == pytest.approx(total, abs=1e-6)
-    rows = [replace(batch, tokens_BT=batch.tokens_BT[row], targets_BT=batch.targets_BT[row],
-                    stored={name: each[row] for name, each in stored.items()}) for row in (slice(0, 3), slice(3, 8))]
-    parts = [gradients(objective, part) for part in rows]
-    assert sum(part[0] for part in parts) == pytest.approx(total, abs=1e-5)
-    assert sum(int(objective.count(part)) for part in rows) == int(objective.count(batch))
-    for name, gradient in whole.items():
-        torch.testing.assert_close(sum(part[2][name] for part in parts), gradient, rtol=1e-4, atol=1e-5)
-
-
 VALUES = {  # what answers are worth, by their text; None: it is not understood
     r"\boxed{\frac{7}{2}}": "7/2", r"\boxed{\text{42}}, from step 3": 42, r"\boxed{42\text{ cm}^2}": 42, "The answer is \u22125.": -5,
     "The range is 5-10": 10, "5\u201310": 10, "1.5e3": 1500, "It is 1,000.": 1000, r"\boxed{12} or 13": 12, "So it is 2.": 2, r"$\boxed{12}$": 12,
@@ -282,39 +262,6 @@ def test_unparsed_answers_are_counted_and_reported_once():
     assert len(told) == 1 and told[0].startswith("step 1: REWARD=math finds no single value in 3 of 4 answers")
     rollouts.rewards.names = ("exact",)
     assert Rollouts.count_misunderstood(rollouts, answers, "step 3") == {}
-
-
-@pytest.mark.parametrize("own_share", [1.0, 0.5])
-def test_what_is_answered_together_does_not_depend_on_the_ranks(own_share, monkeypatch):
-    """Otherwise matmuls would have other shapes, and so other bits. Seven micro-batches of two prompts, of which three go together."""
-    config = Config(training_stage="grpo", grpo_group=2, micro_batch_size=4, distillation_enabled=own_share < 1,
-                    distillation_lambda=own_share)
-    monkeypatch.setattr(rollouts, "answered_together", lambda *_: 3)
-    prompts = [Batch(torch.arange(6).view(2, 3) + 10 * each, torch.zeros(2, 3), stored={"prompt_B1": torch.tensor([[2], [3]])})
-               for each in range(7)]
-    every = [[prompt.tokens_BT[0, :2].tolist(), prompt.tokens_BT[1].tolist()] for prompt in prompts]
-
-    def answered(world_size: int) -> tuple[list, set]:
-        shares = [[number for number in range(7) if number * world_size // 7 == rank] for rank in range(world_size)]
-        answers, compositions = [], set()
-
-        def generate(ids, group, keys):
-            compositions.add(str((ids, keys)))
-            return [[*prompt, place, number] for prompt, (*_, place) in zip(ids, keys, strict=True) for number in range(group)]
-
-        for share in shares:
-            ranks = SimpleNamespace(device=CPU, all_gather_json=lambda own: [[every[each] for each in others] for others in shares])
-            each = SimpleNamespace(config=config, context=SimpleNamespace(ranks=ranks), generate=generate,
-                                   model=SimpleNamespace(compute_dtype=torch.bfloat16), recorded=lambda batch: ["recorded"] * 4)
-            answers += Rollouts.answer(each, [prompts[number] for number in share], 0, share[0])
-        return answers, compositions
-
-    answers, compositions = answered(1)
-    own = [(number, words) for number, words in enumerate(answers) if words != ["recorded"] * 4]
-    assert own and len(own) == 7 or own_share < 1 < len(own) < 7
-    assert all(words == [[*every[number][row], 2 * number + row, each] for row in (0, 1) for each in (0, 1)] for number, words in own)
-    assert len(compositions) == 3
-    assert all(answered(world_size) == (answers, compositions) for world_size in (2, 3, 7))
 
 
 def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_error(monkeypatch):

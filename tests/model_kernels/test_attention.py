@@ -166,13 +166,6 @@ def test_what_works_passes_its_trial(kernel, heads, purpose):
         assert trial(kernel, purpose, heads, CPU, FP32) is None and trial(kernel, purpose, heads, CPU, BF16) is None
 
 
-@pytest.mark.parametrize("name", ["flash-3", "flash-2", "torch 2.11", "torch 2.12"])
-def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch):
-    kernel = install(monkeypatch, name)
-    assert trial(kernel, "documents", (4, 2, 8), CPU, FP32) is None
-    assert trial(kernel, "window", (4, 2, 8), CPU, FP32) is None
-
-
 def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
     def wrong(q, k, v, borders, *rest, **options):
         return by_document(q, k, v, torch.tensor([0, len(q)]))

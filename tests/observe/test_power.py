@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import inspect
 import math
 import sys
 import threading
@@ -12,33 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 from factories import PATIENCE
-from nvml_stub import GIB, Pynvml
+from nvml_stub import GIB
 
 from extensions import power
 from extensions.power import HEADER, GpuMeter, Moment, PowerSampler, Sample, UnreadableError
 
 # NVML
-
-
-def test_the_stub_has_the_signatures_and_types_of_nvidia_ml_py():
-    real, actual = pytest.importorskip("pynvml"), Pynvml()
-    for name, value in vars(Pynvml).items():
-        if name.startswith("nvml"):
-            reference = inspect.signature(getattr(real, name)).parameters
-            assert [*inspect.signature(value).parameters][1:] == [*reference], name
-        elif name.startswith("NVML_"):
-            assert getattr(real, name) == value, name
-        elif name.startswith("NVMLError"):
-            assert issubclass(getattr(real, name), real.NVMLError)
-    actual.nvmlInit()
-    field, reference = actual.nvmlDeviceGetFieldValues(None, [186])[0], real.c_nvmlFieldValue_t()
-    reference.nvmlReturn, reference.value.uiVal = field.nvmlReturn, field.value.uiVal
-    assert (reference.nvmlReturn, reference.value.uiVal) == (real.NVML_SUCCESS, 300_000)
-    assert real.NVML_VALUE_TYPE_UNSIGNED_INT == 1
-    reasons = {name: value for name, value in vars(real).items() if name.startswith("nvmlClocksEventReason")}
-    assert power.IDLE == reasons["nvmlClocksEventReasonGpuIdle"]
-    assert {*power.SLOWDOWNS} == {reasons[f"nvmlClocksEventReason{name}"] for name in (
-        "SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")}
 
 
 def test_a_reading_that_a_gpu_lacks_is_missing_and_not_requested_again(nvml):

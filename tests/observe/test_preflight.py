@@ -135,14 +135,6 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
 
 
-@pytest.mark.parametrize("flags, tflops", [((), 989), (("--precision", "fp32"), 495), (("--precision", "fp32", "--tf32", "false"), 67)])
-def test_the_speed_of_a_plan_is_that_of_the_precision(flags, tflops, tmp_path, capsys, monkeypatch):
-    """Source: NVIDIA's data sheet of the H100 SXM, without sparsity; its fp32 is that of CUDA cores."""
-    monkeypatch.chdir(tmp_path)
-    assert train.main(["--preset", "1.3b", "--micro-batch-size", "1", "--check", "--device-memory", "80", *flags]) == 0
-    assert float(re.search(r"reaches 45 % of ([\d.]+) TFLOP/s", capsys.readouterr().out)[1]) == pytest.approx(tflops, rel=0.1)
-
-
 SPEED = re.compile(r"speed: (?:([\d,]+) to )?([\d,]+) tokens/s.* \(([\d,.]+)(?: to ([\d,.]+))? GPU hours\)")
 
 
@@ -165,18 +157,6 @@ def test_a_ring_takes_the_time_of_the_formula_and_hybrid_sharding_is_faster_on_t
     flags = ("--preset", "llama3.2-1b", "--total-batch-size", str(8 * 16 * 4 * 4096), "--world-size", "16", "--sharding")
     full, hybrid = (planned_speed(capsys, *flags, mode) for mode in ("full", "hybrid"))
     assert hybrid[1] == full[1] and hybrid[0] > full[0], "docs/gpus.md: with several micro-batches, from the second machine on"
-
-
-def test_llama_1b_fits_24_gb_with_the_advice_that_check_prints(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--check", "--preset", "llama3.2-1b", "--device-memory", "24"]
-    assert train.main(flags) == 2
-    advised = re.findall(r"with ([A-Z_]+=.*?) \(about", capsys.readouterr().out)
-    marks = []
-    for settings in advised:
-        assert train.main([*flags, *(f"--{part.lower().replace('_', '-')}" for part in settings.split())]) == 0
-        marks += re.findall(r"^  (\w+) +memory: ", capsys.readouterr().out, re.MULTILINE)
-    assert advised[0] == "MICRO_BATCH_SIZE=1 ACTIVATION_CHECKPOINTING=block" and marks == ["warn", "ok"]
 
 
 def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_seconds(prepared, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from factories import UNMEASURED, TinyRun
 
 from common.errors import SettingsError
 from config import Config
-from plan.derived import settings_of_data, settings_of_depth
+from plan.derived import settings_of_data
 from plan.make import make_plan
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
@@ -43,14 +43,6 @@ def test_the_shape_has_the_proportions_of_llama_3():
         assert config.n_heads % config.n_kv_heads == 0 and config.n_heads <= 4 * config.n_kv_heads
         assert config.hidden_dim % 64 == 0 and 0 <= config.hidden_dim - 8 / 3 * config.dim < 64
     assert [sized(depth).n_kv_heads for depth in (1, 2, 4, 6, 7, 12, 16, 32)] == [1, 1, 1, 2, 7, 3, 4, 8]
-
-
-def test_a_run_of_yesterday_resumes():
-    """Every formula is part of a run: if this fails, runs that were begun with DEPTH are refused."""
-    assert settings_of_depth(Config(depth=12), ()) == {
-        "n_layers": 12, "dim": 768, "n_heads": 12, "multiple_of": 64, "ffn_dim": 2048, "n_kv_heads": 3, "init_std": 0.02,
-        "max_seq_len": 1024, "total_batch_size": 98304, "micro_batch_size": 24, "max_steps": 15120, "warmup_steps": 1512,
-        "learning_rate": 0.00083}
 
 
 def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():

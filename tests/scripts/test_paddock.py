@@ -217,16 +217,3 @@ def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     shutil.copytree(template, plain, symlinks=True)
     clone.paddock("runs", VIRTUAL_ENV=str(plain), PATH=f"{plain / 'bin'}:/usr/bin:/bin")
     assert clone.calls()[-1][3] == str(clone.root / ".venv")
-
-
-def test_the_older_scripts_start_the_same(clone):
-    clone.with_environment()
-    run = {"cwd": clone.elsewhere, "env": {"PATH": "/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")}, "check": True, "text": True}
-    for _ in range(2):  # each time, because a package may have been removed since
-        output = subprocess.run(["bash", clone.root / "scripts" / "setup.sh"], capture_output=True, **run).stdout
-        assert f"The environment is ready: {clone.root}/.venv/bin/python" in output
-    assert len(clone.calls("pip")) == 2
-    for script, expected in (("run.sh", "run.py"), ("run_pipeline.sh", "pipeline.py")):
-        clone.paddock("runs")
-        subprocess.run(["bash", clone.root / "scripts" / script, "--max-steps", "3 4"], **run)
-        assert clone.calls()[-1][:3] == [expected, ["--max-steps", "3 4"], str(clone.elsewhere)]

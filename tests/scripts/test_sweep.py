@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 
 import pytest
 from commands import Command, python
@@ -12,7 +11,6 @@ from factories import TinyRun
 from common.errors import PaddockError
 from extensions.report.numbers import number_text
 from scripts import pipeline
-from scripts.sweep import parse_args
 
 
 @pytest.mark.slow
@@ -32,13 +30,6 @@ def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
     last = whole.metrics()[-1]
     assert re.search(rf"^{best.name} +{number_text(last['val_loss'], last['val_loss_stderr'])}$", second.stdout, re.MULTILINE)
     assert (best.parent / "report.html").is_file()
-
-
-@pytest.mark.parametrize("flag", ["--name", "--run-name"])
-def test_a_sweep_has_the_name_of_its_runs(flag, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--vary", "DEPTH=1,2", flag, "sizes", "--seed", "7"])
-    args, settings = parse_args()
-    assert args.name == "sizes" and settings == ["--seed", "7"]
 
 
 @pytest.fixture(params=(1, 2), ids=("one at a time", "two at a time"))

@@ -51,12 +51,6 @@ def complete(client, prompt="The cat", **changes):
     return client.completions.create(**{"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **changes})
 
 
-def test_models_are_listed_and_described(client):
-    first, second = client.models.list().data
-    assert (first.id, second.id) == ("tiny", "other") == (client.models.retrieve("tiny").id, client.models.retrieve("other").id)
-    assert first.chat and first.context_length == CONTEXT and first.parameters > 10_000
-
-
 def test_a_chat_is_answered_whole_and_as_a_stream_the_same(client, models):
     whole = chat(client)
     answer = whole.choices[0]
@@ -68,19 +62,6 @@ def test_a_chat_is_answered_whole_and_as_a_stream_the_same(client, models):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert last.choices == [] and last.usage == whole.usage
-
-
-def test_texts_are_continued_each_as_if_it_were_alone(client):
-    prompts = ["The cat", "A dog saw", "", "The cat", "\U0001f642"]
-    together = complete(client, prompts)
-    alone = [complete(client, prompt) for prompt in prompts]
-    assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4]
-    assert [choice.text for choice in together.choices] == [each.choices[0].text for each in alone]
-    assert together.usage.total_tokens == sum(each.usage.total_tokens for each in alone)
-    texts = [""] * 5
-    for chunk in complete(client, prompts, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in together.choices]
 
 
 def test_a_seed_decides_the_text_also_beside_other_requests(client):

@@ -22,7 +22,6 @@ from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
-from extensions.rewards import answer_column, with_answer
 from model_kernels.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -240,23 +239,6 @@ def prompts_of(records, stages, folder, **source):
     return prepare_set("prompts", source, folder / "asked", options)
 
 
-@pytest.mark.parametrize("reward, column", [("exact", "answer"), ("math", "answer"), ("regex", "pattern"), ("rated:declared", "hint"),
-                                            ("rated:undeclared", "hint"), ("rated:own", "answer")])
-def test_a_column_that_no_record_has_is_refused_before_an_answer_and_the_advice_works(reward, column, functions, stages, tmp_path, capsys, monkeypatch):
-    """By the start and by check; the columns of a user's function count if they are declared, or if a call asks for them."""
-    records = [{"question": f"{number}+1?", "key": str(number + 1)} for number in range(40)]
-    monkeypatch.setattr(online.Rollouts, "generate", lambda *_: pytest.fail("an answer was generated"))
-    run = stages.run("grpo", tmp_path / "runs", REWARD=reward, GRPO_DATA_PATH=prompts_of(records, stages, tmp_path), MAX_STEPS=1)
-    assert run.train() == 2
-    words = (f"REWARD={reward} reads a column '{column}', but the records have no '{column}': they have 'question', 'key'; prepare the "
-             f"prompts with --map {column}=COLUMN")
-    assert words in capsys.readouterr().err and run.train(CHECK="true") == 2 and words in capsys.readouterr().out
-    monkeypatch.undo()
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    mapped = prompts_of(records, stages, tmp_path, map=f"{column}=key")
-    assert run.train(GRPO_DATA_PATH=mapped, CHECK="true") == 0 and run.train(GRPO_DATA_PATH=mapped) == 0
-
-
 @pytest.mark.parametrize("column, record", [
     ("reward_model.ground_truth", lambda n: {"data_source": "sums", "prompt": [{"role": "user", "content": f"{n}+1?"}],
                                              "reward_model": {"style": "rule", "ground_truth": str(n + 1)}}),
@@ -269,15 +251,6 @@ def test_answers_in_the_columns_of_verl_alpaca_and_others_are_used_and_named(col
     assert f"REWARD=math,rated:own reads the column '{column}' as the answer of " in capsys.readouterr().out
     for line in run.lines("rollouts"):
         assert line["rewards"].keys() == {"math", "rated:own"}
-
-
-def test_a_value_is_that_of_the_first_column_that_has_one():
-    for given, column, answer in (({"answer": 0, "output": "x"}, "answer", 0), ({"answer": None, "reward_model": {"ground_truth": "7"}, "output": "x"},
-                                  "reward_model.ground_truth", "7"), ({"reward_model": "x"}, "answer", None), ({"target": "t"}, "target", "t"),
-                                  ({"target": "t", "completion": "c", "solution": "s"}, "completion", "c"), ({"response": "r", "solution": "s", "ground_truth": 0}, "ground_truth", 0)):
-        assert answer_column(given) == column and with_answer(given).get("answer") == answer
-    rewards = Rewards("REWARD", [("math", 1.0)])
-    assert rewards.check([("", '{"answer": 1}'), ("", '{"answer": null}')], "") == ["REWARD reads 'answer', which 1 of 2 records lack; answers to these are left out"]
 
 
 def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
