@@ -283,28 +283,6 @@ def test_foreign_tokenizer_without_a_bos(folder, native, tmp_path):
         load_tokenizer(str(path))
 
 
-def test_script_trains_on_files_and_folders(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text(SENTENCES[0] * 3, encoding="utf-8")
-    lines = [json.dumps({"body": text}) for text in SENTENCES] + ["{broken"]
-    (tmp_path / "b.jsonl").write_text("\n".join(lines), encoding="utf-8")
-
-    def run(output, *more):
-        return python("scripts/train_tokenizer.py", "--vocab-size", "300", "--output", output, *more, cwd=tmp_path)
-
-    for output in ("out/c.model", "out/d.model"):
-        done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
-        assert done.returncode == 0 and "300 tokens" in done.stdout and "1 record skipped" in done.stdout, done.stderr
-    before = (tmp_path / "out" / "c.model").read_bytes()
-    assert (tmp_path / "out" / "d.model").read_bytes() == before
-    assert load_tokenizer(str(tmp_path / "out" / "c.model")).vocab_size == 556
-    refused = run("out/c.model", "texts")
-    assert refused.returncode == 2 and "out/c.model already exists" in refused.stderr
-    assert (tmp_path / "out" / "c.model").read_bytes() == before
-    assert run("out/c.model", "texts", "--overwrite").returncode == 0
-    assert (tmp_path / "out" / "c.model").read_bytes() != before
-
-
 def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):
     """Ids as nanoGPT's prepare.py for Shakespeare gives them; transformers reads the file."""
     text = "Grüße an alle!\n\t<|endoftext|> Ä"

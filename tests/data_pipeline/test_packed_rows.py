@@ -198,21 +198,6 @@ def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_p
     assert len(fingerprints) == 4, "runs, references and comparisons know rows by it"
 
 
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_pairs_are_cut_like_those_of_trl(mode, tmp_path):
-    """TRL drops pairs whose prompts fill a row, and its keep_end keeps more of the prompt for the shorter answer."""
-    collator = pytest.importorskip("trl.trainer.dpo_trainer").DataCollatorForPreference(0, max_length=10, truncation_mode=mode)
-    lengths = [(3, 2, 3), (9, 4, 2), (4, 20, 1), (10, 1, 1)] if mode == "keep_start" else [(3, 2, 3), (50, 4, 4), (20, 5, 5)]
-    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs_of(*lengths)), "pairs"), 9, truncation=mode)
-    assert rows.left_out == (mode == "keep_start")
-    for pair, documents in documents_of(rows).items():
-        (_, prompt), (_, chosen), (_, rejected) = pairs_of(lengths[pair])[0]
-        theirs = collator([{"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}])
-        for ours, ids, mask, is_answer in zip(documents, theirs["input_ids"], theirs["attention_mask"], theirs["completion_mask"]):
-            ids, is_answer = ids[mask.bool()], is_answer[mask.bool()].bool()
-            assert ours == (ids[:-1].tolist(), torch.where(is_answer, ids, IGNORE_INDEX)[1:].tolist())
-
-
 @pytest.mark.parametrize("verify", ["always", "auto", "never"])
 def test_damaged_segments_are_found(tmp_path, verify):
     folder = write(tmp_path, "chats", draw_chats(9))
@@ -230,22 +215,6 @@ def test_damaged_segments_are_found(tmp_path, verify):
     path.unlink()
     with pytest.raises(DataError, match="is missing"):
         opened(folder, "chats", verify=verify)
-
-
-@pytest.mark.parametrize("kind, segments, complaint", [
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1], "example 1 has no end"),
-    ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 does not have the segments"),  # no target
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 does not have the segments"),  # begins with a target
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 does not have the segments"),  # an empty segment
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in total, but the shards have 10"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 does not have the segments"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "pairs and unpaired answers"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 does not have the segments"),
-])
-def test_segments_that_do_not_fit_are_refused(kind, segments, complaint, tmp_path):
-    folder = write(tmp_path, kind, [chat(2, 3), chat(2, 3)], segments)
-    with pytest.raises(DataError, match=complaint):
-        opened(folder, kind)
 
 
 def test_segments_that_are_overwritten_during_a_run_change_nothing(tmp_path):

@@ -132,20 +132,6 @@ def test_reading_goes_on_with_the_record_at_whose_position_it_stopped(tmp_path, 
         assert after == [record for record, _ in found[index:]]
 
 
-@pytest.mark.parametrize("content, reason", [
-    (b"text,id\nfirst,1\na,b,2\nlast,3\n", ":3: has 3 values for 2 columns; values with ',' or line ends must be in quotes"),
-    (b"text,id\nfirst,1\nun tres bel \xe9t\xe9,2\nlast,3\n", ":3: has bytes that are not UTF-8; correct the data.* save it as UTF-8, for example with: iconv -f WINDOWS-1252"),
-    (b'text,id\nfirst,1\n"a"b,2\n', ":3: not valid CSV: ',' expected after '\"'; correct the file"),
-    (b"text,text\nfirst,1\n", ":1: two columns have one name: .*; rename one")])
-def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
-    (tmp_path / "x.csv").write_bytes(content)
-    with pytest.raises(DataError, match=reason):
-        rows_of(tmp_path / "x.csv")
-    if b"last" in content:
-        found, reading = rows_of(tmp_path / "x.csv", skip_bad=True)
-        assert [record["text"] for _, record in found] == ["first", "last"] and reading.bad == 1
-
-
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
     path = tmp_path / f"x.jsonl.{suffix}"

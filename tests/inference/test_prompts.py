@@ -78,21 +78,6 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_never_the_system_prompt(
     assert conversation.prompt(20) == prompt_of("What is 0?", "It is 0."), "what was left out comes back"
 
 
-def test_a_text_is_continued_by_both_until_the_model_ends_it(tokenizer):
-    turns = Turn("The cat", " saw "), Turn("the dog", ". It"), Turn("fed it", ""), Turn("\n", "twice.", is_complete=True), Turn("A fox")
-    conversation = talk(tokenizer, *turns[:4], pretrained_only=True)
-    conversation.turns.append(Turn(""))
-    first = "The cat saw the dog. It fed it\ntwice."
-    assert conversation.records() == [{"text": first}]
-    conversation = talk(tokenizer, *turns, pretrained_only=True)
-    assert conversation.prompt(10) == conversation.model.text_prompt("A fox")
-    assert conversation.records() == [{"text": first}, {"text": "A fox"}]
-    # Of a text that is too long the end is kept, behind the document's start.
-    ids = conversation.model.text_prompt("A fox").ids
-    conversation = talk(tokenizer, *turns, pretrained_only=True, context=len(ids) + 9)
-    assert conversation.prompt(10).ids == [ids[0], *ids[2:]] and conversation.dropped == 1
-
-
 def test_a_model_that_cannot_chat_gives_the_reason_and_continues_texts(tokenizer, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

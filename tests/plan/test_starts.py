@@ -207,20 +207,6 @@ def test_of_the_two_lengths_the_one_in_the_higher_layer_counts(run, env, flags, 
     assert any(" replaces " in note for note in loaded.notes) == ("none" not in env)
 
 
-def test_the_settings_before_a_restart_replace_env_and_files():
-    """The user may have edited them for the next run. Flags are those of the job."""
-    before = plan(*SFT, "--pretrain-checkpoint", "base", "--seed", 3, env="LEARNING_RATE=0.125\nPRESET=stable\nLOG_EVERY=4\n", DEBUG="true")
-    settings = json.loads(json.dumps(before.of_files()))
-    assert settings["learning_rate"] == [0.125, ".env:1"] and not {"seed", "training_stage", "debug"} & settings.keys()
-    restart = {RESTART: json.dumps({"restart": 1, "cause": "", "settings": settings})}
-    Path("run.json").write_text('{"seed": 11, "warmup_steps": 5}')
-    flags = [*SFT, "--pretrain-checkpoint", "base", "--seed", 3]
-    after = plan(*flags, "--config", "run.json", env="LEARNING_RATE=9\nTYPO=1\nMAX_STEPS=1\n", DEBUG="true", **restart)
-    assert after.config == before.config and after.sources == before.sources
-    first = plan(*flags, env="LEARNING_RATE=9\n", **{RESTART: json.dumps({"restart": 0, "cause": ""})})
-    assert first.config.learning_rate == 9, "there is nothing to keep"
-
-
 STARTS = ["base", "chat", "gone", "adapters", "adapted", "tuned", "pretrained", "owner/model", STEP_3, "step-00000005", "new", "text", "", "."]
 POOL = {**dict.fromkeys(("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint", "teacher_model"), STARTS), "resume": ["auto", "never", *STARTS],
         "run_name": ["new", "tuned", "pretrained", "adapted"], "training_stage": ["pretrain", "sft", "dpo", "grpo"],

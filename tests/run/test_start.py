@@ -262,18 +262,6 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
         assert (reference(tokens_BT).logits - model(tokens_BT, mode="logits")[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
 
 
-def test_sft_from_random_weights_needs_random_init(stages, tmp_path, capsys):
-    run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
-    del run.settings["PRETRAIN_CHECKPOINT"]
-    assert run.train() == run.train(CHECK="true") == 2
-    assert capsys.readouterr().err.count("RANDOM_INIT=true") == 2 and not run.folder.exists()
-    assert run.train(RANDOM_INIT="true", PRETRAIN_CHECKPOINT=stages.base) == 2
-    assert "remove one of them" in capsys.readouterr().err
-    assert run.train(RANDOM_INIT="true") == 0
-    assert run.train(MAX_STEPS=2) == 0, "it goes on from its own"
-    assert train.main([*run.argv(RUN_NAME="student", DISTILLATION_ENABLED="true", TEACHER_MODEL=stages.teacher), "--check"]) == 0
-
-
 def test_every_file_has_the_permissions_that_the_user_asks_for(tmp_path):
     """Data, checkpoints, adapters, stored references, and the dump of a non-finite step."""
     mask = 0o027

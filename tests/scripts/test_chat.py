@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from factories import PATIENCE, by_transformers, tiny_model_folder
+from factories import PATIENCE, tiny_model_folder
 
 from data_preparation_utils import PreparationOptions, prepare_set
 from scripts import chat as script
@@ -41,28 +41,6 @@ def chat(monkeypatch, capsys):
         return 0, *capsys.readouterr()
 
     return chat
-
-
-def answers_by_transformers(folder: Path, tokenizer, turns: list[str], system: str, max_new_tokens: int) -> list[str]:
-    messages = [{"role": "system", "content": system}]
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
-        messages.append({"role": "assistant", "content": by_transformers(folder, tokenizer, messages, max_new_tokens)})
-    return [message["content"] for message in messages if message["role"] == "assistant"]
-
-
-def shown(answers: list[str]) -> str:
-    """In a pipe, unlike on a terminal, nothing is escaped."""
-    return "".join(answer + "\n" * (not answer.endswith("\n")) for answer in answers)
-
-
-def test_two_greedy_turns_are_those_of_transformers(chat, folder, tokenizer):
-    turns = ["The cat saw", "  What did the\ndog find? "]
-    expected = answers_by_transformers(folder, tokenizer, turns, "Be kind.", 24)
-    assert len({*expected}) == 2
-    code, out, err = chat("The cat saw\n\n  What did the\\\ndog find? \n", folder, "--temperature", 0, "--max-new-tokens", 24,
-                          "--system", "Be kind.")
-    assert (code, out) == (0, shown(expected)), err
 
 
 def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):

@@ -114,18 +114,6 @@ def model(whole, tmp_path) -> Path:
         "MANIFEST.json", "trainer_state.json", "optimizer.safetensors"))
 
 
-def test_flags_choose_the_evaluations_of_a_model_from_elsewhere(model, whole, prepared, tmp_path, stages):
-    expected = logged(whole, 6)
-    own = ("--tokenizer-path", prepared.tokenizer, "--max-seq-len", 32, "--validation-rows", 5, "--micro-batch-size", 2,
-           "--precision", "fp32")
-    found = evaluate(model, "--data", prepared.shards, "--hellaswag", prepared.items, *own, output=tmp_path / "found.json")
-    assert found["metrics"] == expected and found["step"] == 0
-    of_chats = evaluate(model, "--data", stages.chats, *own, "--max-seq-len=96", output=tmp_path / "chats.json")["metrics"]
-    assert of_chats["val_loss"] > expected["val_loss"] and "hellaswag_acc" not in of_chats
-    with pytest.raises(SettingsError, match="contains preference pairs"):
-        evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
-
-
 @pytest.mark.parametrize("longest", [24, 1500])
 def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp_path, capsys, longest):
     """The labels are the best endings by transformers, of the last tokens that the model was made for (lm-evaluation-harness's formula)."""

@@ -4,18 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from commands import python
-from factories import by_transformers, save_adapter_folder, tiny_model_folder
+from factories import by_transformers, tiny_model_folder
 
-import lora
-from checkpoint import peft, store
-from config import Config, LoraConfig
 from extensions.inference import weights
 from extensions.inference.engine import Sampling
 from extensions.inference.text import TextGenerator, text_prompt
-from extensions.inference.weights import find_model, load_model
-from plan.identity import weights_sha256
+from extensions.inference.weights import find_model
 from scripts import generate as script
 
 SCRIPT = script.__file__
@@ -25,28 +20,6 @@ PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("folder"), tokenizer)
-
-
-@pytest.fixture
-def adapter(tmp_path, folder, tokenizer) -> Path:
-    """Adapters on the model of `folder`, strong enough to change what it writes, as a run in `runs/adapted` saves them."""
-    model, config = load_model(folder)[0], LoraConfig(lora_enabled=True, lora_rank=4)
-    lora.add_adapters(model, config, torch.Generator().manual_seed(0))
-    state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.3
-             for number, (name, tensor) in enumerate(lora.adapter_state_dict(model).items())}
-    sha256 = weights_sha256(folder)
-    path = tmp_path / "runs" / "adapted" / "checkpoints" / "step-00000001"
-    contents = peft.Adapter(state, config, str(folder), sha256, {})
-    settings = Config().public() | {"LORA_BASE_QUANTIZATION": "none", "PRETRAIN_CHECKPOINT": "gone"}
-    saved = {"progress": {"step": 1, "base": str(folder), "base_sha256": sha256}, "identity": {}, "world_size": 1,
-             "settings": settings}
-
-    def write(place: Path) -> None:
-        save_adapter_folder(place, contents, model.config, tokenizer)
-        (place / store.STATE).write_text(json.dumps(saved))
-
-    store.publish(path, write, {"step": 1})
-    return path
 
 
 def texts_of(parts) -> list[str]:
@@ -72,16 +45,6 @@ def test_greedy_text_is_that_of_transformers(folder, tokenizer):
     actual = continued(*load(str(folder)), PROMPTS, 24, Sampling())
     assert actual == [by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(actual) and len(set(actual)) == 3
-
-
-def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    alone = continued(*load(str(folder)), PROMPTS, 24, Sampling())
-    assert capsys.readouterr().err == ""
-    for name in ("adapted", "runs/adapted", str(adapter)):
-        actual = continued(*load(name), PROMPTS, 24, Sampling())
-        assert actual == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
-    assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
 
 def test_the_command_prints_prompt_and_continuation(folder):

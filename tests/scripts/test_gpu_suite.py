@@ -1,12 +1,9 @@
 """The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 from pathlib import Path
 
 import pytest
@@ -100,33 +97,6 @@ def test_the_driver_needs_the_standard_library_only():
     code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-# What torch, numpy and safetensors need, and what can be carried to a machine without a network.
-CARRIED = ("torch", "torchgen", "functorch", "numpy", "numpy.libs", "safetensors", "filelock", "fsspec", "jinja2", "markupsafe",
-           "networkx", "sympy", "mpmath", "typing_extensions.py", "setuptools", "pydantic", "pydantic_core", "annotated_types",
-           "typing_inspection", "dotenv", "tiktoken", "tiktoken_ext", "tokenizers", "regex", "yaml", "_yaml", "tqdm")
-
-
-@pytest.mark.slow
-def test_the_first_group_yields_its_figures_with_few_packages_and_an_empty_path(tmp_path):
-    """No git, nvidia-smi, compiler, litgpt, Liger, flash-attn, transformers, datasets, wandb, pytest or NVML."""
-    venv.create(tmp_path / "bare", with_pip=False)
-    [packages] = (tmp_path / "bare").glob("lib/python*/site-packages")
-    for name in CARRIED:
-        if (source := Path(sysconfig.get_path("purelib")) / name).exists():
-            (packages / name).symlink_to(source)
-    (tmp_path / "tmp").mkdir()
-    environment = {"PATH": "", "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "bare")}
-    command = [shutil.which("bash"), ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--tiny", "--parts", "first",
-               "--commit", "abc", "--minutes", "60", "--output", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and f"{len(gpu_suite.select_parts('first'))} ok, 0 FAILED, 0 skipped" in done.stdout, done.stdout + done.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures.jsonl", "first.md", "first.tar.gz", "results.jsonl"]
-    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert all(record["figures"] for record in records)
-    assert records[0]["figures"]["commit"] == "abc" and records[0]["figures"]["transformers"] == "not installed"
-    assert not [*(tmp_path / "tmp").glob("gpu_suite-[!c]*")]
 
 
 def test_the_host_waits_for_no_gpu_before_the_backward_of_any_objective():

@@ -228,41 +228,6 @@ def test_texts_are_text(chat, stub):
     assert page.evaluate("getComputedStyle(document.querySelector('.text')).unicodeBidi") == "plaintext"
 
 
-MARKDOWN = """\
-# Plan
-Some **bold**, *italic*, `a<b`, a [link](javascript:alert(1)), ![image](http://127.0.0.1/x.png) and <img src=x onerror=alert(1)>.
-
-- one
-  1. nested
-
-| a | b |
-|---|---|
-| 1 | <script>alert(1)</script> |
-
-```python
-print("<b>")
-```
-"""
-
-
-def test_markdown_becomes_elements_and_nothing_in_it_is_html(chat, stub):
-    page = chat()
-    stub.pieces = [MARKDOWN[start:start + 5] for start in range(0, len(MARKDOWN), 5)]
-    page.say("Hi")
-    page.reads("seed")
-    inside = page.locator(".answer .text")
-    assert inside.locator("h3").inner_text() == "Plan" and inside.locator("ul > li > ol > li").inner_text() == "nested"
-    assert inside.locator("td").all_inner_texts() == ["1", "<script>alert(1)</script>"]
-    assert inside.locator("pre").inner_text() == 'print("<b>")' and inside.locator("p code").inner_text() == "a<b"
-    shown = "link (javascript:alert(1)), image (http://127.0.0.1/x.png) and <img src=x onerror=alert(1)>."
-    assert shown in inside.inner_text() and inside.locator("a").count() == 0
-    assert page.evaluate("document.images.length + document.scripts.length") == 1
-    stub.pieces = [1500 * "- " + "end"]
-    page.say("Nested too deeply, it is shown as text")
-    page.reads("seed", 2)
-    assert inside.last.inner_text().endswith("- end")
-
-
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_and_the_page_fits_a_phone_and_a_desktop(chat, stub, violations, width, scheme):
     stub.models, stub.pieces = [model("a" * 90), model("b/" * 50)], ["w" * 500, " ", "مرحبا", " x" * 500]

@@ -24,11 +24,7 @@ from bad_input_cases import (
     nothing,
     put,
 )
-from factories import model_without_weights
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
-
-from common.errors import SettingsError
-from plan.make import make_plan
 
 PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"
 CHECK = "train.py --check"
@@ -120,36 +116,3 @@ def test_what_a_command_advises_helps(remedy, place, capsys):  # noqa: F811
     for command in remedy.commands:
         outcome = run_here(command.format(*messages[-1].groups()), capsys)
         assert outcome.code == 0, outcome
-
-
-GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVICE": "cpu"}
-
-
-@pytest.mark.parametrize("values, setting, advice", [
-    ({"TOTAL_BATCH_SIZE": "3000", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "1"}, "TOTAL_BATCH_SIZE", "try (.+) or ([0-9]+)$"),
-    ({"TOTAL_BATCH_SIZE": "3072", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE", "use [A-Z_]+=(0), which"),
-    ({"DIM": "100", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
-    ({"DIM": "3", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
-    ({"DIM": "96", "N_HEADS": "6", "N_KV_HEADS": "4"}, "N_KV_HEADS", r"try one of (\d+), (\d+), (\d+), (\d+)$"),
-    ({"PRECISION": "fp16"}, "PRECISION", "use (bf16), or (fp32)"),
-    ({"ACTIVATION_CHECKPOINTING": "selective", "COMPILE": "false"}, "ACTIVATION_CHECKPOINTING", "use (block), or (none)"),
-    ({"EARLY_STOPPING_PATIENCE": "3", "VALIDATE_EVERY": "0"}, "VALIDATE_EVERY", "set VALIDATE_EVERY above 0()"),
-    ({"LORA_TARGET_MODULES": "x", "PRETRAIN_CHECKPOINT": "base", "LORA_ENABLED": "1"}, "LORA_TARGET_MODULES",
-     "some of (.+)$"),
-    ({"TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x"}, "INSTRUCT_CHECKPOINT", "set INSTRUCT_CHECKPOINT()"),
-    ({"DPO_LABEL_SMOOTHING": "0.1", "DPO_LOSS": "ipo", "TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x", "DPO_CHECKPOINT": "base"},
-     "DPO_LOSS", "works with DPO_LOSS=(sigmoid)"),
-    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "(?:scripts/run.py'?|paddock train) --preset (sample)$"),
-    ({"PRESET": "smaple"}, "PRESET", r"did you mean (\w+)\?"),
-    ({"MAX_LR": "1", "LEARNING_RATE": "-1"}, "LEARNING_RATE", "greater than 0()"),
-])
-def test_what_the_settings_advise_helps(values, setting, advice, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model_without_weights(tmp_path / "base")
-    values = {**GIVEN, **values}
-    with pytest.raises(SettingsError) as refused:
-        make_plan([], values)
-    messages = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
-    assert len(messages) == 1, refused.value
-    for value in messages[0].groups():
-        make_plan([], {**values, setting: value.replace(" ", "") or {"INSTRUCT_CHECKPOINT": "base"}.get(setting, "7")})
