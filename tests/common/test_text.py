@@ -1,4 +1,4 @@
-"""Text for people."""
+"""Text for people, and files from elsewhere that are no text."""
 
 import sys
 

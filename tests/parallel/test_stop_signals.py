@@ -1,4 +1,4 @@
-"""A stop signal is answered at once, once on each machine, and truly."""
+"""A stop signal is answered at once, once on each machine, and truly; ranks find each other's addresses."""
 
 import errno
 import os

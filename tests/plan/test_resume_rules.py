@@ -1,4 +1,4 @@
-"""Which settings may differ between a checkpoint and the run that resumes: each is safe, by content, curve or fixed."""
+"""Which settings may differ between a checkpoint and the run that resumes, and what counts as the same model."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A run's folder as the page's data: real runs, old ones, damaged ones, and one of a million steps."""
+"""A run's folder as the page's data: real runs, old ones, damaged ones; curves, and logs as they grow."""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
+"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported.
+
+Real parts run in .ci/tests and every night.
+"""
 
 import json
 import subprocess

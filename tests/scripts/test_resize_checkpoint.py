@@ -1,5 +1,7 @@
-"""resize_checkpoint.py: a larger model computes the same, and its run continues exactly; a smaller one is its first or every second layer."""
+"""resize_checkpoint.py: a larger model computes the same, a smaller one is some of its layers; and merged ones.
 
+Runs that start from them continue exactly.
+"""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Sweeps: every combination is trained, an interrupted sweep continues, and a run that fails does not end it."""
+"""Sweeps train every combination, and continue after an interruption; the stages of a pipeline follow each other."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, checked in the source code."""
+"""The rules of docs/architecture.md, checked in the source code, and in what a run enters."""
 
 import ast
 import json
