@@ -20,6 +20,7 @@ from factories import PATIENCE, prepare_under_fire, start_preparation, write_jso
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
+from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set
 from data_pipeline.sources import Source, identity_of
@@ -328,3 +329,33 @@ def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, mon
         assert f"--pretrain-checkpoint {start}" in train_command("chats", folder, used)
     with pytest.raises(SettingsError, match="without effect here, remove --pretrain-checkpoint"):
         flag_parser("documents", "").refuse_unused(flags, *used_settings("documents"))
+
+
+def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch):
+    pytest.importorskip("datasets")
+    texts, hub = stories(600), tmp_path / "hub"
+    hub.mkdir()
+    for number in range(3):
+        write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
+    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    source, chunks = Source(name=str(hub)), []
+    options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}
+    calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
+
+    def fails_late(spec, documents):
+        chunks.append(documents)
+        if sum(map(len, chunks)) > 450:
+            raise DataError("planted")
+        return DOCUMENTS.tokenize(spec, documents)
+
+    with monkeypatch.context() as patch:
+        tokenize_by(patch, fails_late)
+        with pytest.raises(DataError, match="planted"):
+            prepare(source, tokenizer_path, tmp_path / "out", **options)
+    read, rows = [], sources._read_hub
+    monkeypatch.setattr(sources, "_read_hub", lambda *arguments: (read.append(row) or row for row in rows(*arguments)))
+    resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
+    assert shards_of(resumed) == shards_of(calm)
+    assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
+    assert 0 < len(read) < 250

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from model_kernels.dropout import choose_masks
 from parallel.ranks import start_ranks, stop_ranks
 from plan.identity import weights_sha256
 from run.facts import token_ids_to_train
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
 SCRIPT = Path(lora.__file__).parent / "scripts" / "merge_lora.py"
@@ -468,3 +469,24 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
         with lora.disable_adapters(model):
             assert not torch.equal(model(tokens(), mode="logits"), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_the_mean_of_their_texts_pieces_are_untrained(dtype, tokenizer, tmp_path):
+    """As people initialise new tokens in transformers, control tokens and others; a row that has moved since is a learned one."""
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    tokenizer.save_huggingface(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    names = ["<|tool_call|>", "<|tool_end|>", "[cite]", "[verse]"]
+    pieces = [theirs(name, add_special_tokens=False).input_ids for name in names]
+    theirs.add_special_tokens({"additional_special_tokens": names[:2]})
+    theirs.add_tokens(names[2:])
+    theirs.save_pretrained(tmp_path)
+    first, here = tokenizer.vocab_size, load_tokenizer(str(tmp_path))
+    assert here.pieces_of_added().items() >= dict(zip(range(first, first + 4), pieces)).items()
+    weight_VD = torch.randn(here.vocab_size, 32, generator=torch.Generator().manual_seed(0)) + 0.2
+    for number, ids in enumerate(pieces, first):
+        weight_VD[number] = weight_VD[ids].mean(dim=0)
+    weight_VD[first + 1] += 0.05 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    find = partial(lora.untrained_tokens, [], {}, weight_VD.to(dtype))
+    assert find(here.pieces_of_added()) == [first, first + 2, first + 3] and find() == []

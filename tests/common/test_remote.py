@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,7 +12,7 @@ import pytest
 
 from common import remote
 from common.errors import DataError
-from common.remote import TRIES, hub_folder
+from common.remote import TRIES, hub_folder, is_transient
 from data_pipeline import remote_data
 from data_pipeline.sources import Reading, Source, list_files, read_texts
 
@@ -187,3 +188,17 @@ def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, mo
     with pytest.raises(DataError, match="evil"):
         list(read_texts(Source(name=str(folder)), Reading()))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("error", "passes"), [
+    (ConnectionRefusedError(), True), (TimeoutError(), True), (socket.gaierror(socket.EAI_AGAIN, "no network"), True),
+    (socket.gaierror(socket.EAI_NONAME, "no such host"), False), (FileNotFoundError("x"), False), (ValueError(), False),
+    (hub_error(500), True), (hub_error(408), True), (hub_error(400), False), (MemoryError(), False),
+    (OSError(28, "full"), False), (ssl.SSLCertVerificationError("self-signed"), False)])
+def test_what_may_pass(error, passes):
+    assert is_transient(error) == passes
+    wrapped, lost = FileNotFoundError("not in the cache, and not to be had"), ConnectionError("cannot connect")
+    wrapped.__cause__ = lost.__cause__ = error
+    assert is_transient(wrapped) == passes and is_transient(ConnectionError("cannot connect"))
+    if isinstance(error, (socket.gaierror, ssl.SSLCertVerificationError)):
+        assert is_transient(lost) == passes, "a host that does not exist, or whose certificate is refused, is not asked again"

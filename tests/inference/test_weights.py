@@ -10,6 +10,8 @@ from config import LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import generate
 from extensions.inference.weights import (
+    INT8_ROWS,
+    Int8Linear,
     add_products,
     pack_weights,
     packed_weights,
@@ -116,3 +118,15 @@ def test_an_int8_model_is_close_to_its_bf16_model():
     divergence = (expected.exp() * (expected - found)).sum(-1)
     assert 0 < float(divergence.mean()) < 0.02
     assert [len(written) for written in generate(quantized, PROMPTS, 5)] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("rows", [1, INT8_ROWS, INT8_ROWS + 1])
+def test_int8_weights_are_within_a_step(rows):
+    weight = (torch.randn(32, 64) * torch.logspace(-3, 0, 32)[:, None]).bfloat16()  # each output has a scale
+    layer, x = Int8Linear(weight), torch.randn(1, rows, 64).bfloat16()
+    restored = layer.weight.double() * layer.scales.double()[:, None]
+    step = weight.double().abs().amax(1, keepdim=True) / 127
+    assert bool(((restored - weight.double()).abs() <= step * 0.76).all()), "half a step; at the largest weight, the scale's rounding"
+    expected = x.double() @ restored.T
+    assert float((layer(x) - expected).norm() / expected.norm()) < 1e-2
+    assert layer(x).shape == (1, rows, 32) and layer(x).dtype == torch.bfloat16

@@ -11,7 +11,7 @@ from factories import new_model
 from safetensors.torch import load_file, save_file
 
 from checkpoint import huggingface, store
-from common.errors import SettingsError
+from common.errors import CheckpointError, SettingsError
 from config import Config
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from dataloaders import Batch
@@ -211,3 +211,21 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path, tokenizer):
     edit_json(folder / "config.json", model_type="gpt2")
     load_teacher(folder, settings(folder), tokenizer.vocab_size, Ranks())
     assert not (folder / "ran").exists()
+
+
+def test_foreign_models_that_cannot_teach_are_refused(tmp_path, tokenizer, monkeypatch, copied):
+    gpt2 = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
+    refused(gpt2, tokenizer, "reads 32 tokens at most; lower MAX_SEQ_LEN=64", max_seq_len=64)
+    refused(transformers_model("Bert", tokenizer, tmp_path / "bert"), tokenizer, "not a causal language model")
+    with monkeypatch.context() as patched:
+        patched.setitem(__import__("sys").modules, "transformers", None)
+        refused(gpt2, tokenizer, "pip install .*transformers")
+        load_teacher(copied, settings(copied), tokenizer.vocab_size, Ranks())  # a Llama needs no transformers
+    tensors = load_file(gpt2 / "model.safetensors")
+    some = {name: tensor for name, tensor in tensors.items() if "h.1.mlp" not in name}
+    save_file(some, gpt2 / "model.safetensors", {"format": "pt"})
+    refused(gpt2, tokenizer, "lacks weights", CheckpointError)
+    (gpt2 / "model.safetensors").write_bytes(b"nothing of the kind")
+    refused(gpt2, tokenizer, "cannot be loaded", CheckpointError)
+    (gpt2 / "model.safetensors").unlink()
+    refused(gpt2, tokenizer, "cannot be loaded", CheckpointError)

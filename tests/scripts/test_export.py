@@ -110,3 +110,15 @@ def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub, tmp_pat
     assert visibility(Hub.created[1]) == "public" and b"license: apache-2.0" in Hub.files["README.md"]
     (copy / "README.md").unlink()
     assert "has no model card" in export(copy, *public, code=5)
+
+
+def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    output = export(whole.folder, "--to", "hub", "me/first", "--dry-run")
+    source = max((whole.folder / "checkpoints").glob("step-*"))
+    names = sorted(without_training(source))
+    title, *lines, last = [line for line in output.splitlines() if not line.startswith("Using ")]
+    assert [line.split()[0] for line in lines] == names and f"{len(names)} files" in title and "to me/first (private" in title
+    assert all(f"{(source / name).stat().st_size:,} bytes" in line for name, line in zip(names, lines))
+    assert last.endswith("--to hub me/first") and Hub.files == {} and Hub.created == []
+    assert "names no license" in export(whole.folder, "--to", "hub", "me/first", "--dry-run", "--public", code=5)

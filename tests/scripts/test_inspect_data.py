@@ -24,6 +24,7 @@ from extensions.debug.inspect import measure
 from extensions.exclude import exclude
 from extensions.settings import Selector
 from scripts import inspect_data
+from tokenizer import load_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 3), max_size=12), min_size=1, max_size=12)
 
@@ -104,3 +105,17 @@ def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, patt
     with pytest.raises(DataError, match="nothing has the pattern 'no such text', so nothing is written"):
         inspect(sets[kind], "--find", "no such text", "--exclude", "nothing.txt")
     assert not (tmp_path / "nothing.txt").exists()
+
+
+def test_documents_are_described(sets, inspect, prepared):
+    facts = json.loads(inspect(sets["documents"], "--json", "--max-seq-len", 128))
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    texts = [json.loads(line)["text"] for line in (sets["documents"].parents[1] / "documents.jsonl").read_text().splitlines()]
+    lengths = sorted(len(tokenizer.encode_document(text)) for text in texts)
+    assert (facts["documents"], facts["tokens"], facts["longest"]) == (90, sum(lengths), lengths[-1])
+    assert facts["repeated"] == 30 and not facts["repeated_is_estimate"]
+    assert facts["bytes_per_token"] == pytest.approx(sum(len(text.encode()) for text in texts) / sum(lengths))
+    assert facts["longer"] == pytest.approx(sum(length > 128 for length in lengths) / 90)
+    output = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
+    assert "documents, made from" in output and "repeated: 30 documents (33.33 %)" in output and "█" in output
+    assert output.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in output
