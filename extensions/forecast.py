@@ -40,7 +40,7 @@ from parallel.process import ERROR_FILE
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import TOKENS_PER_PARAMETER
 from plan.layers import PRESETS_DIR
-from plan.make import Facts, Plan, complete, make_plan
+from plan.make import Plan, complete, make_plan
 from plan.starts import Known, Start
 from run.build import adapted_on_meta
 from run.extensions import Extension, load_extensions
@@ -226,7 +226,7 @@ class Check:
             self.planned = plan
         with suppress(PaddockError):  # check_inputs reports it
             device = "cuda" if self.config.device_memory else model_utils.choose_device(self.planned.config)
-            self.planned = complete(self.planned, Facts(device, count_rows(self.planned)))
+            self.planned = complete(self.planned, device, count_rows(self.planned))
         self.config = self.planned.config
 
     @contextmanager

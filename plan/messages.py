@@ -4,14 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.text import command, without_passwords
-from config import (
-    EXTENSION_SECTIONS,
-    KIND_OF_STAGE,
-    SECTIONS,
-    SETTINGS_OF_EXTENSIONS,
-    Config,
-    on_resume,
-)
+from config import EXTENSION_SECTIONS, KIND_OF_STAGE, SECTIONS, SETTINGS_OF_EXTENSIONS, Config, on_resume
 from plan.layers import PRESETS_DIR, Layer, Values, exported
 from plan.names import assignments, misspelled, shortened
 from plan.starts import Start

@@ -6,15 +6,7 @@ from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
 from common.remote import is_hub_name
-from config import (
-    DROPPED,
-    EXTENSION_SECTIONS,
-    FEED_FORWARD,
-    SECTIONS,
-    START_FROM,
-    Config,
-    on_resume,
-)
+from config import DROPPED, EXTENSION_SECTIONS, FEED_FORWARD, SECTIONS, START_FROM, Config, on_resume
 from plan import derived
 from plan.layers import LENGTH, Values
 from plan.names import SETTING_OF, assignments, in_env, or_run, validate

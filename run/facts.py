@@ -34,7 +34,7 @@ from parallel import process
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Interrupted
 from plan.identity import Identity, model_identity, weights_sha256
-from plan.make import Facts, Plan, complete
+from plan.make import Plan, complete
 from plan.resume_rules import check_changes
 from plan.starts import Known, Start, base_places, check_model, is_inside
 from run.extensions import Extension, load_extensions
@@ -59,7 +59,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolde
     plan, known = find_files(plan, remake)
     device = prepare_device(plan.config)
     provide_sample(plan.config)
-    plan = complete(plan, Facts(device.type, count_rows(plan)))
+    plan = complete(plan, device.type, count_rows(plan))
     folder = stack.enter_context(make_and_lock(plan.config, messages.append))
     if remake(known).start != plan.start:
         raise CheckpointError(f"{folder.path} has been continued by another job meanwhile; start again")

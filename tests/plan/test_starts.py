@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from common.errors import CheckpointError, PaddockError, SettingsError
 from parallel.process import RESTART
-from plan.make import Facts, Plan, complete, make_plan
+from plan.make import Plan, complete, make_plan
 from plan.starts import Known, Start
 from tests.plan.test_inherited import not_used
 
@@ -372,7 +372,7 @@ def test_a_plan_survives_json_and_holds_no_secret(name):
     assert again.to_json() == loaded.to_json()
     sent = ("notes", "warnings", "deferred", "check", "for_other_hardware", "identities", "generation", "token_ids")
     assert {field: getattr(again, field) for field in sent} == {field: getattr(loaded, field) for field in sent}
-    assert complete(again, Facts("cpu", 100)).to_json() == complete(loaded, Facts("cpu", 100)).to_json()
+    assert complete(again, "cpu", 100).to_json() == complete(loaded, "cpu", 100).to_json()
 
 
 def test_other_ranks_get_all_that_the_facts_add():
