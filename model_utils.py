@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import huggingface, store
-from checkpoint.model_json import read_model_json, refuse_adapters
+from checkpoint.model_json import context_of, read_model_json, refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
@@ -29,7 +29,6 @@ from parallel.fsdp import DeviceMesh
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from plan.identity import is_beyond
-from plan.starts import context_of
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these

@@ -157,6 +157,13 @@ def context_length(config: Mapping[str, Any]) -> int:
     return count_in(config, "max_position_embeddings") or default
 
 
+def context_of(folder: Path, config: ModelConfig) -> int:
+    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
+    content = read_model_json(folder / "config.json")
+    before = model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
+    return int(context_length(content) * (config.rope_scaling_factor or 1) / before)
+
+
 def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[str, Optional[int]]:
     """Return the settings of sliding windows, and of layers without a rotary embedding."""
     def every_nth(field: str, value: Any, other: Any) -> Optional[int]:
