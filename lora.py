@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
-from model import Linear, Transformer, VocabularyMatrix
-from model_kernels.dropout import Dropout
+from model import Dropout, Linear, Transformer, VocabularyMatrix
 from model_kernels.head import HeadWeight, embed
 from model_kernels.matmul import FrozenProduct, dequantize, linear, quantize
 from parallel.fsdp import ReadRows, load_rows, local_rows, put

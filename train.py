@@ -57,7 +57,7 @@ from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
-from model_kernels.dropout import choose_masks
+from model import choose_masks
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.build import open_run

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
 from common.command_line import VERSION, filled
 from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
-from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
+from config import CORE_SECTIONS, EXTENSION_SECTIONS, Config, on_resume
 from parallel.process import check_ranks, choose_waiting, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
@@ -94,7 +94,7 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
     except SettingsError as error:
         exit_with(error)
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
-        set_variables(exports)
+        export(Plan(Config(), {}, exports=exports))
         return None
     try:
         plan = make_plan(argv)
@@ -119,13 +119,8 @@ def exit_with(error: PaddockError) -> NoReturn:
 
 
 def export(plan: Plan) -> None:
-    """Export `.env`'s library variables, before the libraries are imported."""
-    set_variables(plan.exports, derived.huge_pages_pay(plan.config))
-
-
-def set_variables(exports: Mapping[str, str], huge_pages: bool = False) -> None:
-    """Set variables for libraries, unless the environment has them."""
-    for name, value in exports.items():
+    """Set `.env`'s variables for libraries, unless the environment has them, before these are imported."""
+    for name, value in plan.exports.items():
         os.environ.setdefault(name, value)
-    configure_allocator(huge_pages)
+    configure_allocator(derived.huge_pages_pay(plan.config))
     choose_waiting()

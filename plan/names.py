@@ -8,8 +8,7 @@ from typing import Any, Optional, get_args
 
 from pydantic import ValidationError
 
-from common.command_line import suggestion
-from common.text import printable, setting_text
+from common.text import printable, setting_text, suggestion
 from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
