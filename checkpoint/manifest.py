@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import CheckpointError
-from common.files import LARGEST_TEXT, leads_outside, plain, read_plain, sha256
+from common.files import LARGEST_TEXT, plain, read_plain, sha256
 from common.text import command
 
 MANIFEST = "MANIFEST.json"
@@ -86,7 +86,10 @@ def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
     `advance` is called with the size of each hashed block.
     """
     path, threads = folder / name, min(MOST_THREADS, os.cpu_count() or 1)
-    if leads_outside(name, folder):
+    home = Path(os.path.realpath(folder))
+    if home.parent.name == "snapshots":  # of the hub's cache: its files are links into that of the model
+        home = home.parents[1]
+    if ".." in Path(name).parts or not Path(os.path.realpath(path)).is_relative_to(home):
         return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
 
     def hashes_of(part: int) -> list[str]:

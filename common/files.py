@@ -113,15 +113,6 @@ def plain(path: str, flags: int) -> int:
     return descriptor
 
 
-def leads_outside(name: str, folder: Path) -> bool:
-    """Return whether a file name in a folder leads outside it, by `..` or through links."""
-    home = Path(os.path.realpath(folder))
-    # Files of a snapshot in the hub's cache are links into the cache of that model.
-    if home.parent.name == "snapshots":
-        home = home.parents[1]
-    return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
-
-
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """Return the content of a text file. Raises OSError."""
     with open(path, encoding=encoding, opener=plain) as file:

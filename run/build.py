@@ -38,18 +38,8 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
+from run import facts
 from run.extensions import load_extensions
-from run.facts import (
-    Opened,
-    Remake,
-    decide,
-    find_base,
-    identity_of_data,
-    identity_of_start,
-    open_inputs,
-    prepare_device,
-    provide_sample,
-)
 from run.folder import RunFolder
 from run.log import RunLog
 from run.run import Inputs, Progress, Run, trained_bytes
@@ -66,23 +56,24 @@ class Base(NamedTuple):
 
 @contextmanager
 @collective
-def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator[Run]:
+def open_run(planned: Optional[Plan | PaddockError], remake: facts.Remake) -> Iterator[Run]:
     """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal.
 
     `planned` is what make_plan returned or raised on rank 0; it is not used on other ranks.
     """
     extension_module("hang_report")  # before there can be a hang
-    decided: list[tuple[Plan, RunFolder, Opened]] = []  # on rank 0
+    decided: list[tuple[Plan, RunFolder, facts.Opened]] = []  # on rank 0
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
 
         def decide_here() -> dict[str, Any]:
             if not isinstance(planned, Plan):
                 raise planned
-            decided.append(decide(planned, remake, stack))
+            decided.append(facts.decide(planned, remake, stack))
             plan, folder, _ = decided[0]
-            return {"plan": plan.to_json(), "folder": str(folder.path),
-                    "device": prepare_device(plan.config).type, "timeout": plan.config.distributed_timeout}
+            device = facts.prepare_device(plan.config)
+            return {"plan": plan.to_json(), "folder": str(folder.path), "device": device.type,
+                    "timeout": plan.config.distributed_timeout}
 
         ranks, terms = stack.enter_context(meeting(decide_here))
         if decided:
@@ -99,7 +90,7 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
             log.info(message)
         context = RunContext(ranks, signals, log)
         if ranks.local_rank == 0 and not ranks.is_rank0:
-            provide_sample(plan.config)
+            facts.provide_sample(plan.config)
         try:
             run = build(plan, context, folder, opened)
             for extension in run.extensions:
@@ -113,7 +104,7 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
 
 
 @collective
-def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[Opened] = None,
+def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[facts.Opened] = None,
           for_replay: bool = False) -> Run:
     """Return the run of a plan in memory. All errors of the ranks meet in one agreement.
 
@@ -123,7 +114,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
     """
     config, start, ranks = plan.config, plan.start, context.ranks
     if ranks.device.type != "cpu":
-        prepare_device(config)
+        facts.prepare_device(config)
     mesh = model_utils.make_mesh(config, ranks)
 
     def construct() -> tuple[Run, Base]:
@@ -164,7 +155,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
 
         def find() -> Path:
             known = start.base or start.kind == "from" and start.folder
-            return Path(known or find_base(config, asdict(progress), folder.path, context.log.warn))
+            return Path(known or facts.find_base(config, asdict(progress), folder.path, context.log.warn))
 
         base = Base(find, progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
         teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
@@ -195,18 +186,18 @@ def on_this_machine(plan: Plan) -> Plan:
     return replace(plan, start=start, identities=identities)
 
 
-def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> Opened:
+def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> facts.Opened:
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
-    opened, here = open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
-    if other := differences(plan.identities["data"], identity_of_data(plan.config, opened.inputs)):
+    opened, here = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
+    if other := differences(plan.identities["data"], facts.identity_of_data(plan.config, opened.inputs)):
         raise DataError(f"{here}: {plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
     if verifies and plan.start.folder:
         folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
         if (folder / MANIFEST).exists():
             store.verify(folder, plan.start.continues)
-        if expected and differences(expected, identity_of_start(folder)):
+        if expected and differences(expected, facts.identity_of_start(folder)):
             raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
                                   "it to this machine")
     return opened
