@@ -188,7 +188,6 @@ class ModelConfig(Section):
 
     @property
     def matrix_count(self) -> int:
-        """Number of weights in the matrices of all blocks."""
         sizes = [math.prod(shape) for shape in self.block_shapes.values() if len(shape) == 2]
         return self.n_layers * sum(sizes)
 
@@ -251,7 +250,6 @@ class OptimConfig(Section):
 
     @property
     def bf16_weights(self) -> bool:
-        """Whether matrices are held in bf16, without a float32 copy."""
         return self.weight_dtype == "bf16"
 
     @property
@@ -523,7 +521,6 @@ class Config(*reversed(SECTIONS)):
 
     @property
     def answer_tokens(self) -> int:
-        """Maximum tokens of a generated answer."""
         return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
 
     @property

@@ -118,7 +118,6 @@ def non_empty(text: str) -> str:
 
 
 def used_settings(kind: str) -> list[str]:
-    """Return the settings that a preparation uses."""
     names = ["tokenizer_path", "tokenizer_backend", "output_dir", *PreparationConfig.model_fields]
     # Examples are encoded by the start's tokenizer if TOKENIZER_PATH is not set.
     return [*names, *START_FROM] if kind != "documents" else [n for n in names if n != "system_prompt"]

@@ -512,7 +512,6 @@ class Rows:
         return batches
 
     def map(self, change: Callable[[SourceRows], SourceRows]) -> "Rows":
-        """Return the rows with `change` applied to each source that is read."""
         return replace(self, sources=tuple(source and change(source) for source in self.sources))
 
     def __call__(self, indices: np.ndarray) -> Batch:

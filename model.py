@@ -199,7 +199,6 @@ class VocabularyMatrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed ids of any shape."""
         return embed(tokens, self.weight)
 
     def as_head(self) -> HeadWeight:

@@ -243,7 +243,6 @@ def compile_model(model: Transformer) -> None:
 
 
 def forced_eager() -> AbstractContextManager:
-    """A `with` block in which nothing is compiled."""
     if "torch._dynamo" not in sys.modules:  # then nothing is; its import takes 1 s
         return nullcontext()
     return torch.compiler.set_stance("force_eager")

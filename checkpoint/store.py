@@ -260,7 +260,6 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
 
 
 def best_first(checkpoints: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return those that have a validation loss, the lowest first."""
     measured = [item for item in checkpoints if item[1]["val_loss"] is not None]
     return sorted(measured, key=lambda item: item[1]["val_loss"])
 

@@ -205,7 +205,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def show(*lines: str) -> None:
-    """Print lines to stdout in a single write, with control characters escaped."""
     with above_status(sys.stdout):
         print("\n".join(decorated(printable(line), sys.stdout) for line in lines), flush=True)
 

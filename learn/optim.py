@@ -128,7 +128,6 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
 
 @collective
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the global gradient norm."""
     return fsdp.total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
@@ -182,7 +181,6 @@ class GroupOptimizer:
             group["lr"] = lr * group["factor"]
 
     def step(self) -> None:
-        """Update the parameters that have a gradient."""
         raise NotImplementedError
 
 

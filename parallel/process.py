@@ -89,7 +89,6 @@ def leaving_what_is_stuck() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -291,7 +291,6 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
 
 
 def means_elsewhere(layer: Layer) -> bool:
-    """Return whether a layer has names or values of other trainers."""
     values = {(name, str(value).lower()) for name, (value, _) in layer.values.items()}
     is_theirs = layer.named or any(isinstance(value, tuple) for value, _ in layer.values.values())
     return bool(is_theirs or values & ELSEWHERE or layer.for_this_start and values & TYPED_ELSEWHERE)

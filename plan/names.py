@@ -43,12 +43,10 @@ def forms(name: str) -> list[str]:
 
 
 def known_form(name: str) -> Optional[str]:
-    """Return the form of a name that is a setting, or stands in the tables."""
     return next((form for form in forms(name) if form in {*Config.model_fields, *ALIASES, *OTHER_WAYS}), None)
 
 
 def may_stand_alone(name: str) -> bool:
-    """Return whether a flag needs no value."""
     form = known_form(name)
     return form in OTHER_WAYS or ALIASES.get(form, form) in SWITCHES
 

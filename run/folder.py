@@ -151,7 +151,6 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
 
 
 def earlier_runs(run_dir: Path) -> list[Path]:
-    """Return the checkpoint folders of runs that were moved aside, oldest first."""
     return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
@@ -186,7 +185,6 @@ def archive_run(run_dir: Path, is_wanted: bool) -> Optional[Path]:
 
 
 def has_run(run_dir: Path) -> bool:
-    """Return whether a run in this folder has checkpoints or logged steps."""
     has_checkpoints = any((run_dir / "checkpoints").glob("*"))
     return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl")
                                   if file.name != "events.jsonl")  # it gets a line before the first step

@@ -199,7 +199,6 @@ class RunLog:
             self.send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
 
     def send(self, call: str, *arguments: Any) -> None:
-        """Call a method of each tracker's service, without waiting for it."""
         for tracker in self.trackers:
             tracker.send(call, *arguments)
 

@@ -27,7 +27,7 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors, sync, sync_folder
 from common.text import counted
 from config import Config
-from dataloaders import RowOrder, Rows, load_steps, validation_batches
+from dataloaders import RowOrder, Rows, load_steps
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
@@ -43,7 +43,6 @@ from run.extensions import Extension
 from run.folder import RunFolder
 from run.saving import PendingSave, RankShard
 
-PREFETCH_STEPS = 2  # that the loader prepares in advance
 
 @dataclass(frozen=True)
 class Inputs:
@@ -63,7 +62,6 @@ class Inputs:
                         ranks.world_size)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:
-        """Return a mixture's table of sources as JSON; empty for other data."""
         return self.rows.source_table(config.max_steps * config.rows_read)
 
     def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
@@ -90,12 +88,7 @@ class Inputs:
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
-        return load_steps(self.rows, order, device, objective.count, first_step, PREFETCH_STEPS)
-
-    def validation_batches(self, config: Config, ranks: Ranks):
-        rows = min(config.validation_rows, len(self.validation_rows))
-        return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
-                                  ranks.rank, ranks.world_size)
+        return load_steps(self.rows, order, device, objective.count, first_step)
 
 
 @dataclass
@@ -214,7 +207,6 @@ class Run:
         return "finished" if self.progress.step >= self.config.max_steps else early
 
     def advance(self, result: StepResult) -> None:
-        """Count a finished step."""
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
         self.progress.skipped_steps += not result.updated and result.count > 0
@@ -290,7 +282,6 @@ def start_writing(run: Run) -> None:
 
 @collective
 def is_folder_lost(run: Run) -> bool:
-    """Return whether the run's folder was renamed or deleted during the run."""
     return run.ranks.on_rank0(lambda: run.run_folder.is_lost)
 
 

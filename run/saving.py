@@ -136,7 +136,6 @@ class PendingSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its part, or failed."""
         return self.thread is None or not self.thread.is_alive()
 
     def start(self, copied_files: Mapping[str, TensorFile]) -> None:
