@@ -33,8 +33,6 @@ HUGGINGFACE_NAMES = {
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 ROTATED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # rows are permuted within each head
 
-# ------------------------------------------------------------------------------- names and layouts
-
 
 def huggingface_name(name: str) -> str:
     """Return Hugging Face's name of a parameter."""
@@ -177,9 +175,6 @@ def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, L
     """
     by_id = {huggingface_name(name) for name in VOCABULARY}
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
-
-
-# ----------------------------------------------------------------------------------------- folders
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,

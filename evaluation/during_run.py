@@ -99,9 +99,6 @@ def evaluate(run: Run) -> None:
         metrics.update(extension.evaluate(run))
 
 
-# ------------------------------------------------------------------------------------------ validation
-
-
 @torch.no_grad()
 @collective
 def validation_loss(model: Transformer, objective: Objective, batches: Iterable, context: RunContext,
@@ -182,9 +179,6 @@ def validation(run: Run) -> Result:
     if "reward_accuracy" in by_item:
         line["preferred"] = schema.packed_bits(by_item["reward_accuracy"] > 0)
     return Result(metrics, line, " | ".join(summary), table)
-
-
-# -------------------------------------------------------------------------------------- multiple choice
 
 
 @collective

@@ -162,9 +162,6 @@ def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
             {**exported(draft.layers), **os.environ})
 
 
-# ------------------------------------------------------------------------------------- 1. explicit settings
-
-
 def take_explicit(draft: Draft) -> None:
     """Take the value of the highest layer for each setting."""
     layers = draft.layers
@@ -183,9 +180,6 @@ def take_explicit(draft: Draft) -> None:
         draft.notes.append(f"{higher.upper()} ({given[higher][1]}) replaces {lower.upper()}={value} "
                            f"({where})")
     draft.config, draft.invalid = validate(given)
-
-
-# ----------------------------------------------------------------------------------------------- 2. the start
 
 
 def choose_start(draft: Draft, known: Known) -> None:
@@ -217,9 +211,6 @@ def choose_start(draft: Draft, known: Known) -> None:
         raise
 
 
-# ---------------------------------------------------------------------------------------------- 3. the record
-
-
 def keep_record(draft: Draft) -> None:
     """Leave out what a continued run's record overrides, and add what it keeps."""
     start = draft.start
@@ -241,9 +232,6 @@ def keep_record(draft: Draft) -> None:
     draft.config.model_fields_set.difference_update(  # nobody chose a default in the record
         name for name in {*draft.recorded} - {"max_steps"}
         if draft.recorded[name] == Config.model_fields[name].default)
-
-
-# ------------------------------------------------------------------------------------------ 4. unset settings
 
 
 def fill_in(draft: Draft) -> None:
@@ -283,9 +271,6 @@ def fill_in(draft: Draft) -> None:
               f"MAX_STEPS={config.max_steps} sets": by_length, f"N_HEADS={config.n_heads} sets": by_heads}
     draft.notes += [f"{how} {text}" for how, values in chosen.items() if (text := messages.assigned(values))]
     draft.notes += notes_on_model
-
-
-# -------------------------------------------------------------------------------- what depends on facts
 
 
 def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:

@@ -275,9 +275,6 @@ def explain_other_start(newest: Path, folder: Path | str, asked: Asked, setting:
             f"the settings would restart it from {folder}. To resume it, {change}; or {new}")
 
 
-# --------------------------------------------------------------------------------- places and names
-
-
 def locate(asked: Asked, known: Known, warn: store.Warn) -> Optional[Path]:
     """Return the folder that the setting names; None for a model of the hub that `known` does not have."""
     name = asked.named
@@ -326,9 +323,6 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
              for place in (base.resolve(), *base.resolve().parents[:2])]
     return origin is not None and (
         origin == named or not places(named).isdisjoint([*places(origin), *bases]))
-
-
-# --------------------------------------------------------------------------- the model that it starts from
 
 
 def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for_this_start: Iterable[str]

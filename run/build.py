@@ -255,9 +255,6 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     return replace(progress, **found)
 
 
-# ------------------------------------------------------------------------------------------ the objective
-
-
 def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""

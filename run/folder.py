@@ -120,9 +120,6 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
 
 
-# ----------------------------------------------------------------------------------- settings files
-
-
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict],
                   plan: Mapping[str, Any]) -> None:
     """Write the settings that apply from step `first` on, and what else the plan decided; also config.json.
@@ -145,9 +142,6 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
             unfinished = path.with_name(f"tmp-{path.name}")
             unfinished.write_text(json.dumps(content, indent=2) + "\n")
             unfinished.replace(path)
-
-
-# ---------------------------------------------------------------------------------- moving a run aside
 
 
 def earlier_runs(run_dir: Path) -> list[Path]:

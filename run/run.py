@@ -223,9 +223,6 @@ def due(every: int, step: int, last: bool = False) -> bool:
     return every > 0 and (step % every == 0 or last)
 
 
-# ---------------------------------------------------------------------------------- the run's folder
-
-
 @collective
 def start_writing(run: Run) -> None:
     """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
@@ -300,9 +297,6 @@ def record_settings(run: Run) -> None:
     kept = {"sources": dict(plan.sources), "start": plan.start._asdict(), "identities": plan.identities}
     run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
         run.folder, first, settings, run.inputs.sources(run.config), kept))
-
-
-# --------------------------------------------------------------------------------------- checkpoints
 
 
 @collective

@@ -95,9 +95,6 @@ def stop_before(run: Run, result: StepResult) -> NoReturn:
                          f"(now {setting_text(run.config.learning_rate)})")
 
 
-# -------------------------------------------------------------------------------------------- checksums
-
-
 @cache
 def multipliers(seed: int, device: torch.device, count: int) -> Tensor:
     """Return odd pseudo-random int64 factors: the same on every machine, a longer list starts the same."""
