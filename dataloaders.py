@@ -547,13 +547,6 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     return Rows.of(source)
 
 
-def count_rows(config: Config, tokenizer) -> int:
-    """Count the rows of the stage's training data, or of all sources of a mixture, without verification."""
-    path = config.data_path
-    sets = [source.set for source in read_mixture(Path(path)).sources] if is_mixture(path) else [path]
-    return sum(len(open_set(config, each, "train", tokenizer, "never")) for each in sets)
-
-
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> SourceRows:
     """Open one split of a single set."""
     cache = cache_of(config)

@@ -149,10 +149,7 @@ def make_mesh(config: Config, ranks: Ranks) -> Optional[DeviceMesh]:
 @collective
 def allocate_model(model: Transformer, config: Config, ranks: Ranks, mesh: Optional[DeviceMesh] = None
                    ) -> None:
-    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it.
-
-    It is only collective without a mesh.
-    """
+    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it."""
     mesh = mesh or make_mesh(config, ranks)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")

@@ -169,10 +169,7 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
 
 
 def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
-    """Return a Hugging Face model's tensors with `vocab_size` ids in the embedding and in a separate head.
-
-    New ids get the mean of all rows.
-    """
+    """Return a model's tensors with rows for `vocab_size` ids: for new ones, the mean of all rows."""
     by_id = {huggingface_name(name) for name in VOCABULARY}
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
 
@@ -187,10 +184,7 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
 
 
 def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1) -> dict[str, TensorFile]:
-    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES.
-
-    Blocks of rows that are hashed contain whole heads.
-    """
+    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES."""
     shards: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(each.nbytes for each in (*shards[-1].values(), tensor)) > MAX_SHARD_BYTES:

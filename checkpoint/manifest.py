@@ -81,10 +81,7 @@ def tree_hash(tensors: Iterable[str]) -> str:
 
 def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
              advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
-    """Describe the fault of a file that a manifest lists; None if it is intact. Threads hash its tensors.
-
-    `advance` is called with the size of each hashed block.
-    """
+    """Describe the fault of a file that a manifest lists; None if it is intact. Threads hash its tensors."""
     path, threads = folder / name, min(MOST_THREADS, os.cpu_count() or 1)
     home = Path(os.path.realpath(folder))
     if home.parent.name == "snapshots":  # of the hub's cache: its files are links into that of the model

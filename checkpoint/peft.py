@@ -176,7 +176,7 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 def adapter_files(state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_rows: int
                   ) -> dict[str, TensorFile]:
-    """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
+    """Return the file of the trained parameters."""
     tensors = to_peft(state, model_config, vocab_rows)
     return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 

@@ -65,9 +65,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
             warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest atomically, replacing one of the same name.
 
-    Args:
-        write_files: fills a folder; may return the manifest fields of files that it hashed while writing.
-        details: fields of the manifest besides the files: the step, and for a run's own, others.
+    `write_files` may return the manifest fields of files that it hashed while writing.
     """
     temporary = temporary_of(folder)
 

@@ -73,10 +73,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 
 class Hidden:
-    """Arguments of a forward that fully_shard does not see: it would copy the document ids to the GPU.
-
-    The host reads them.
-    """
+    """Arguments that fully_shard does not see: it would copy the document ids, which the host reads."""
 
     def __init__(self, args: tuple, named: dict):
         self.args, self.named = args, named
@@ -253,8 +250,7 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
 def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tensor:
     """Return the global norm of the tensors, in float32. Collective within a shard group if some are divided.
 
-    Args:
-        norms: those of the tensors' local rows, if they are known.
+    `norms` are those of the tensors' local rows, if they are known.
     """
     tensors = [*tensors]
     norms = [*norms] or [*torch._foreach_norm([*map(local_rows, tensors)], 2, torch.float32)]

@@ -78,10 +78,7 @@ def find_run(name: str, argv: Sequence[str] = ()) -> Path:
 
 
 def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
-    """Return the plan on rank 0, or its error, which the other ranks will receive; None on other ranks.
-
-    Exits after --help and --version.
-    """
+    """Return the plan on rank 0, or its error, which the other ranks will receive; None on other ranks."""
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
             if first:

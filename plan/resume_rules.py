@@ -86,12 +86,7 @@ class Changes(NamedTuple):
 
 
 def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]) -> Changes:
-    """Compare the settings and inputs of a plan that continues with those of its checkpoint.
-
-    Args:
-        state: the checkpoint's trainer state, with `settings`, `identity` and `world_size`.
-        now_identity: the current `run.recorded_identity`.
-    """
+    """Compare the settings and inputs of a plan that continues with its checkpoint's trainer state."""
     config, sources, start = plan.config, plan.sources, plan.start
     now = config.public() | now_identity
     # A setting that was not recorded, as of an extension that was not there, had its default.

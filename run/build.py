@@ -108,9 +108,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[f
           for_replay: bool = False) -> Run:
     """Return the run of a plan in memory. All errors of the ranks meet in one agreement.
 
-    Args:
-        opened: the inputs, on a rank that has opened them.
-        for_replay: the run is never saved, and its weights may not be finite.
+    With `for_replay`, the run is never saved, and its weights may not be finite.
     """
     config, start, ranks = plan.config, plan.start, context.ranks
     if ranks.device.type != "cpu":

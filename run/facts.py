@@ -26,6 +26,7 @@ from common.errors import CheckpointError, DataError, SettingsError
 from common.files import json_sha256, read_json, sha256
 from common.text import ROOT, show
 from config import SAMPLE, START_FROM, Config, mps_rules
+from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -70,10 +71,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolde
 
 
 def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
-    """Return the plan whose start is downloaded and verified, and what was found out about it.
-
-    A damaged checkpoint is skipped with a warning.
-    """
+    """Return the plan whose start is downloaded and verified, and what was found out about it."""
     known = Known()
     while True:
         if name := plan.start.download:
@@ -94,7 +92,9 @@ def count_rows(plan: Plan) -> Optional[int]:
     config, deferred = plan.config, {*plan.deferred} - {"compile"}
     if not deferred or not config.data_path or not config.tokenizer_path or config.prepare_ahead:
         return None
-    return dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+    tokenizer, path = load_tokenizer(config.tokenizer_path, config.tokenizer_backend), config.data_path
+    sets = [source.set for source in read_mixture(Path(path)).sources] if is_mixture(path) else [path]
+    return sum(len(dataloaders.open_set(config, each, "train", tokenizer, "never")) for each in sets)
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -291,10 +291,7 @@ def identity_of_start(folder: Path) -> dict[str, str]:
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
-    """Return the folder of the model that a run started from, identified by its hash.
-
-    The search covers the settings, the folder's place at the start, and that place relative to the run.
-    """
+    """Return the folder of the model that a run started from, by its hash."""
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
     advice = f"set {config.start_setting} to the folder where it is now, by a flag"
     return find_by_hash(names, progress, run_dir, warn, advice, config.n_layers)
@@ -302,10 +299,8 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
 
 def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
                  advice: str, layers: Optional[int] = None) -> Path:
-    """Like `find_base`, but try these names first. If all fail, the error ends with `advice`.
-
-    With `layers`, the hash is that of the first layers of a model.
-    """
+    """Return the folder with the hash of a run's base, or of its first `layers`: by these names, by its
+    place when the run started, or by that place relative to the run. The error ends with `advice`."""
     remembered, wanted = [*base_places(progress, run_dir)], progress["base_sha256"]
     named, failures = [], []
     for name in dict.fromkeys(filter(None, names)):

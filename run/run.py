@@ -225,10 +225,7 @@ def due(every: int, step: int, last: bool = False) -> bool:
 
 @collective
 def start_writing(run: Run) -> None:
-    """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
-
-    This is the first write into the folder, once all checks of the start have passed.
-    """
+    """Move an earlier run aside (RESUME=never), clean up after a crash, and open the logs."""
     config, progress, identities = run.config, run.progress, run.plan.identities
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
@@ -320,7 +317,7 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
 
 def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
              ) -> dict[str, TensorFile]:
-    """Return the files of weights and optimizer state. Blocks of rows that are hashed contain whole heads."""
+    """Return the files of weights and optimizer state. Blocks of hashed rows contain whole heads."""
     config, vocab_size = run.model.config, run.inputs.tokenizer.vocab_size
     if run.config.lora_enabled:
         unused = max(map(len, run.model.source.unused_rows.values()), default=0)
