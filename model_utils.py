@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import sys
 import sysconfig
@@ -132,8 +133,15 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
     """Return a Transformer on the meta device, without memory; CheckpointError if it could not be saved."""
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    huggingface.check_parameters(shapes, config, padded(vocab_size))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = {name: shape for name, shape in huggingface.parameter_shapes(config, padded(vocab_size)).items()
+              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in huggingface.HUGGINGFACE_NAMES}
+    if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
+        raise CheckpointError(
+            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
+            f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
+            "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
+            "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
     return model
 
 

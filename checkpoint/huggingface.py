@@ -4,7 +4,6 @@ Paddock uses Meta's parameter names. Hugging Face has other names, rotates the t
 neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabulary padding.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,20 +51,6 @@ def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tu
         shapes |= {f"layers.{layer}.{module}.weight": shape for module, shape in block.items()}
     shapes["norm.weight"] = (model_config.dim,)
     return shapes if model_config.tie_embeddings else shapes | {"output.weight": matrix}
-
-
-def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
-                     vocab_rows: int) -> None:
-    """Raise CheckpointError unless checkpoints and adapters can store parameters of these shapes."""
-    stored = {name: shape for name, shape in parameter_shapes(model_config, vocab_rows).items()
-              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
-    shapes = {name: tuple(shape) for name, shape in parameters.items()}
-    if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
-        raise CheckpointError(
-            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
-            f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
-            "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
-            "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:

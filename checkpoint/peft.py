@@ -12,7 +12,7 @@ from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
 from checkpoint.model_json import ADAPTERS as CONFIG_FILE
 from checkpoint.model_json import LORA_FIELDS, other_format, read_model_json, write_json
-from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
+from checkpoint.tensors import LazyTensor, open_tensors
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
@@ -172,13 +172,6 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
                                   "are one matrix in the base; use other adapters")
         token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
     return token_ids
-
-
-def adapter_files(state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_rows: int
-                  ) -> dict[str, TensorFile]:
-    """Return the file of the trained parameters."""
-    tensors = to_peft(state, model_config, vocab_rows)
-    return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 
 
 def save_settings(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:

@@ -12,7 +12,7 @@ from common.command_line import VERSION, filled
 from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
 from config import CORE_SECTIONS, EXTENSION_SECTIONS, Config, on_resume
-from parallel.process import check_ranks, choose_waiting, configure_allocator, first_on_machine, rank_note
+from parallel.process import choose_waiting, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
@@ -86,10 +86,12 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
         raise SystemExit(0)
     env_file = Path(read_flags(argv).env_file or ".env")
     exports = read_env_file(env_file, os.environ).exports if env_file.is_file() else {}
-    try:
-        check_ranks({**exports, **os.environ})
-    except SettingsError as error:
-        exit_with(error)
+    # One of several ranks must know where they meet.
+    environ, note = {**exports, **os.environ}, rank_note()
+    is_single = {environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")} == {"0"} and (
+        "RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
+    if note and not is_single and not all(map(environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
+        exit_with(SettingsError(note))
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
         export(Plan(Config(), {}, exports=exports))
         return None

@@ -192,8 +192,8 @@ def choose_start(draft: Draft, known: Known) -> None:
     at = {name: number for number, layer in enumerate(draft.layers) for name in layer.values}
     for name in [name for name in START_FROM if name in given and getattr(config, name) is None]:
         del given[name]
-    named = sorted(config.start_settings, key=at.__getitem__, reverse=True)
-    named = [name for name in config.start_settings if at[name] == at[named[0]]] if named else []
+    highest = max((at[name] for name in config.start_settings), default=0)
+    named = [name for name in config.start_settings if at[name] == highest]
     replaced = [name for name in config.start_settings if name not in named]
     if others := [*named[1:], *replaced]:
         places = [f"{name.upper()} ({given[name][1]})" for name in (named[0], *others)]

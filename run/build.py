@@ -256,8 +256,16 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
 def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
-    config, stage = run.config, run.config.training_stage
-    reference = choose_reference(run, base, mesh) if stage in ("dpo", "grpo") else None
+    config, stage, reference = run.config, run.config.training_stage, None
+    if objectives.reference_is_stored(config):
+        reference = objectives.stored_reference
+    elif objectives.reference_is_live(config):
+        compute = objectives.pair_logprobs if stage == "dpo" else objectives.token_logprobs
+        if config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
+            reference = partial(logprobs_without_adapters, run.model, compute=compute)
+        else:
+            frozen = load_reference(base.find(), run, base, mesh)
+            reference = partial(objectives.frozen_logprobs, frozen, compute=compute)
     if stage == "dpo":
         objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
         return objective(config, reference, run.model, run.ranks.all_gather_json)
@@ -273,19 +281,6 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
     if stage == "grpo":
         return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
     return objectives.Distillation(config, loaded, compiled)
-
-
-def choose_reference(run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Optional[objectives.Reference]:
-    """Return the reference that an objective compares with, if any."""
-    if objectives.reference_is_stored(run.config):
-        return objectives.stored_reference
-    if not objectives.reference_is_live(run.config):
-        return None
-    is_dpo = run.config.training_stage == "dpo"
-    compute = objectives.pair_logprobs if is_dpo else objectives.token_logprobs
-    if run.config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
-        return partial(logprobs_without_adapters, run.model, compute=compute)
-    return partial(objectives.frozen_logprobs, load_reference(base.find(), run, base, mesh), compute=compute)
 
 
 def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:

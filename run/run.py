@@ -321,7 +321,8 @@ def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, 
     config, vocab_size = run.model.config, run.inputs.tokenizer.vocab_size
     if run.config.lora_enabled:
         unused = max(map(len, run.model.source.unused_rows.values()), default=0)
-        files = peft.adapter_files(weights, config, vocab_size + unused)
+        tensors = peft.to_peft(weights, config, vocab_size + unused)
+        files = {peft.WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, config.head_dim)}
     else:
         tensors = huggingface.to_huggingface(weights, config, vocab_size)
         files = huggingface.weight_files(tensors, config.head_dim)

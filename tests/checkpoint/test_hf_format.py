@@ -22,6 +22,7 @@ from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
 from extensions.other_trainers import unused_fields
 from model import RMSNorm, Transformer, padded
+from plan.identity import model_identity
 from tokenizer import Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -152,7 +153,7 @@ def test_every_setting_of_a_model_is_in_its_config(name):
     config = ModelConfig(**{**before, name: other})
     written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
     read = ModelConfig(**model_json.model_settings_from_huggingface(json.loads(json.dumps(written))))
-    assert model_json.describing(read) == model_json.describing(config) != model_json.describing(ModelConfig(**before))
+    assert model_identity("", read) == model_identity("", config) != model_identity("", ModelConfig(**before))
 
 
 @pytest.mark.parametrize("changes", [
@@ -163,7 +164,7 @@ def test_settings_without_effect_can_be_stored(changes):
     config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), **changes})
     written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
     read = ModelConfig(**model_json.model_settings_from_huggingface(written))
-    assert model_json.describing(read) == model_json.describing(config)
+    assert model_identity("", read) == model_identity("", config)
 
 
 def test_old_config_files_are_understood():
