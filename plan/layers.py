@@ -179,7 +179,8 @@ def read_config_file(path: Path) -> Layer:
                   or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
                 file = f"{path} in {names.shortened(section[:-1])}" if section else str(path)
                 if not accept(layer, section + key, value, where) and value is not None:
-                    layer.refuse(name.upper(), names.unknown(where if line else file, section + key, key))
+                    advice = names.advice(section + key)
+                    layer.refuse(name.upper(), names.unknown(where if line else file, key, "setting", advice))
             elif value is None and line and name not in names.OPTIONAL:
                 continue  # `lora_target_modules:` in YAML
             else:

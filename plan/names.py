@@ -71,14 +71,12 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 
-def unknown(where: str, name: str, shown: str = "") -> str:
+def unknown(where: str, name: str, what: str = "setting", sentence: str = "") -> str:
     """Return the message for an unknown name; "" if it may belong to extensions/, which is missing."""
-    sentence = advice(name)
-    return f"{where}: unknown setting {shortened(shown or name)}; {sentence}" * (not may_be_missing(sentence))
-
-
-def may_be_missing(advice: str) -> bool:
-    return not EXTENSION_SECTIONS and not advice.startswith("did you mean")
+    sentence = sentence or advice(name)
+    if not EXTENSION_SECTIONS and not sentence.startswith("did you mean"):
+        return ""
+    return f"{where}: unknown {what} {shortened(name)}; {sentence}"
 
 
 def in_env(name: str, value: Any) -> str:
@@ -120,7 +118,7 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
         what_to_do = f"did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
     else:
         what_to_do = advice(name, known, lambda guess: f"--{guess.replace('_', '-')}")
-    return f"command line: unknown flag {shortened(flag)}; {what_to_do}" * (not may_be_missing(what_to_do))
+    return unknown("command line", flag, "flag", what_to_do)
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:

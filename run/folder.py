@@ -85,15 +85,10 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
                 folder.rmdir()
 
 
-def numbered(path: Path) -> Iterator[Path]:
-    """Yield the path, then the path with -2, -3, ... appended."""
-    yield path
-    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
-
-
 def new_folder(path: Path) -> Path:
-    """Create this folder, or the first `numbered` one that does not exist."""
-    for folder in numbered(path):
+    """Create this folder, or the first of NAME-2, NAME-3, ... that does not exist."""
+    for number in count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
             folder.mkdir(parents=True)
             return folder
@@ -173,9 +168,7 @@ def archive_run(run_dir: Path, is_wanted: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    names = numbered(run_dir / moving.name.removeprefix("tmp-"))
-    free = (folder for folder in names if not os.path.lexists(folder))
-    return moving.replace(next(free))
+    return moving.replace(new_folder(run_dir / moving.name.removeprefix("tmp-")))
 
 
 def has_run(run_dir: Path) -> bool:

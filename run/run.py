@@ -451,7 +451,8 @@ def save_in_new_folder(run: Run) -> NoReturn:
     lost = run.folder
     with ExitStack() as stack:
         def choose() -> str:
-            folder = next(each for each in run_folder.numbered(lost) if not each.exists())
+            with disk_errors(lost):
+                folder = run_folder.new_folder(lost)
             stack.enter_context(run_folder.lock_run(folder))
             return str(folder)
 
