@@ -254,14 +254,12 @@ class FileLock:
     """A file lock, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
-        def not_through_links(path: str, flags: int) -> int:
-            return plain(path, flags | os.O_NOFOLLOW)  # protects the target of a link
-
-        self.taken = False
+        self.taken, options = False, {"encoding": "utf-8", "errors": "replace"}
+        options["opener"] = lambda path, flags: plain(path, flags | os.O_NOFOLLOW)  # protects a link's target
         try:
-            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=not_through_links)
+            self.file = open(path, "a+", **options)
         except PermissionError:  # another user's file, which can still be locked
-            self.file = open(path, encoding="utf-8", errors="replace", opener=not_through_links)
+            self.file = open(path, **options)
 
     def take(self, warn: Callable[[str], Any] = show) -> str:
         """Try to take the lock; return another holder's name or ""; `warn` if the file system lacks locks."""

@@ -168,7 +168,13 @@ def take_explicit(draft: Draft) -> None:
     at = {name: number for number, layer in enumerate(layers) for name in layer.values}
     given = draft.given = {name: layers[number].values[name] for name, number in at.items()}
     draft.for_this_start = frozenset(name for name, number in at.items() if layers[number].for_this_start)
-    draft.notes += messages.notes_on_names(layers, given)
+    for layer in layers:  # what names of other trainers set
+        for name, note in layer.notes.items():
+            if name not in Config.model_fields or name in given and given[name] is layer.values.get(name):
+                draft.notes.append(note)
+            elif name in given:
+                value, where = given[name]
+                draft.notes.append(f"{note}, replaced by {shortened(str(value))} ({where})")
 
     # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
     length, invalid = validate(given)
@@ -214,7 +220,7 @@ def choose_start(draft: Draft, known: Known) -> None:
 def keep_record(draft: Draft) -> None:
     """Leave out what a continued run's record overrides, and add what it keeps."""
     start = draft.start
-    if not start.continues:
+    if start.kind != "continue":
         return
     used = {name: pair for name, pair in draft.given.items() if applies(name, draft.asked, start)}
     draft.unused = {name: pair for name, pair in draft.given.items() if name not in used}

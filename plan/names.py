@@ -136,19 +136,17 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
             # os.fsencode fails: it accepts only surrogates that stand for undecodable bytes.
             invalid[name] = "contains a NUL or an invalid character; remove it"
 
-    def build() -> Config:
-        return Config(**{name: value for name, value in values.items() if name not in invalid})
-
-    try:
-        config = build()
-    except ValidationError as error:
-        for detail in error.errors():
-            message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-            name = str(detail["loc"][0])
-            choices = re.findall("'(.+?)'", detail.get("ctx", {}).get("expected", ""))
-            guess = suggestion(str(values[name]), choices, VALUE_ALIASES)
-            invalid[name] = message.format(**detail.get("ctx", {})) + f"; did you mean {guess}?" * bool(guess)
-        config = build()
+    while True:
+        try:
+            config = Config(**{name: value for name, value in values.items() if name not in invalid})
+            break
+        except ValidationError as error:
+            for detail in error.errors():
+                message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+                name, facts = str(detail["loc"][0]), detail.get("ctx", {})
+                choices = re.findall("'(.+?)'", facts.get("expected", ""))
+                guess = suggestion(str(values[name]), choices, VALUE_ALIASES)
+                invalid[name] = message.format(**facts) + f"; did you mean {guess}?" * bool(guess)
     messages = {}
     for name, message in invalid.items():
         value, where = merged[name]

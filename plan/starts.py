@@ -45,17 +45,13 @@ class Start(NamedTuple):
     download: Optional[str] = None  # a hub model to download first
 
     @property
-    def continues(self) -> bool:
-        return self.kind == "continue"
-
-    @property
     def has_adapters(self) -> bool:
         return self.folder is not None and os.path.exists(os.path.join(self.folder, ADAPTERS))
 
     @property
     def state(self) -> dict[str, Any]:
         """The trainer state to continue with; empty for the other kinds."""
-        return store.read_state(Path(self.folder)) if self.continues else {}
+        return store.read_state(Path(self.folder)) if self.kind == "continue" else {}
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[f
         else:
             model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype, mesh)
             if start.folder is not None:
-                finite = not (for_replay and start.continues)
+                finite = not (for_replay and start.kind == "continue")
                 model_utils.load_weights(Path(start.folder), model, finite, start.layers)
         if config.train_only:
             trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
@@ -194,7 +194,7 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
     if verifies and plan.start.folder:
         folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
         if (folder / MANIFEST).exists():
-            store.verify(folder, plan.start.continues)
+            store.verify(folder, plan.start.kind == "continue")
         if expected and differences(expected, facts.identity_of_start(folder)):
             raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
                                   "it to this machine")
@@ -236,7 +236,7 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     found, base = {}, None
     if start.kind == "from":
         found, base = {"wandb_run_id": None, "begun_from": start.named}, Path(start.base or start.folder)
-    elif start.continues:
+    elif start.kind == "continue":
         recorded, folder = state["progress"], Path(start.folder)
         home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
         if recorded.get("base_beside") and home != run_dir:  # a checkpoint of another run
@@ -257,9 +257,10 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
     config, stage, reference = run.config, run.config.training_stage, None
-    if objectives.reference_is_stored(config):
+    may_compare = stage in ("dpo", "grpo")
+    if may_compare and objectives.reference_is_stored(config):
         reference = objectives.stored_reference
-    elif objectives.reference_is_live(config):
+    elif may_compare and objectives.reference_is_live(config):
         compute = objectives.pair_logprobs if stage == "dpo" else objectives.token_logprobs
         if config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
             reference = partial(logprobs_without_adapters, run.model, compute=compute)

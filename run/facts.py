@@ -80,7 +80,7 @@ def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
             folder = plan.start.folder
             try:
                 if folder and (Path(folder) / MANIFEST).exists():
-                    store.verify(Path(folder), plan.start.continues)
+                    store.verify(Path(folder), plan.start.kind == "continue")
                 return plan, known
             except CheckpointError as error:
                 known = replace(known, damaged={**known.damaged, folder: str(error)})
@@ -195,12 +195,12 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
     identities: dict[str, Identity] = {"data": data}
     if start.folder and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         identities["start"] = identity_of_start(Path(start.folder))  # for the other machines
-    warnings = check_template(plan, inputs, data)
+    warnings = check_template(plan, inputs, data) if config.training_stage != "pretrain" else []
     if start.kind == "from":
         base = Path(start.base or start.folder)
         messages += model_utils.check_vocabulary(base, tokenizer, config)
         identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
-    elif start.continues and (config.lora_enabled or objectives.reference_is_live(config)):
+    elif start.kind == "continue" and (config.lora_enabled or objectives.reference_is_live(config)):
         progress = start.state["progress"]
         home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
         base = find_base(config, progress, home, warnings.append)
@@ -221,7 +221,7 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
                     teacher, model = beside, recorded
         identities["teacher"] = {"model": model, "folder": str(teacher)}
     plan = replace(plan, start=start, identities=identities)
-    if start.continues:
+    if start.kind == "continue":
         changes = check_changes(start.state, plan, inputs.identity(
             config, plan, start.state["identity"]))
         messages, warnings = messages + changes.notes, warnings + changes.warnings
@@ -234,15 +234,12 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
 
 def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
     """Compare the chat template and SYSTEM_PROMPT of the prepared data with the run's; return warnings."""
-    config = plan.config
-    if config.training_stage == "pretrain":
-        return []
-    now, warnings = load_chat_format(inputs.tokenizer).sha256, []
+    config, now, warnings = plan.config, load_chat_format(inputs.tokenizer).sha256, []
     if other := {*data["template"]} - {"", now}:
         text = (f"{config.data_path} was prepared with another chat template (SHA-256 {min(other)[:12]}) "
                 f"than TOKENIZER_PATH={config.tokenizer_path} has ({now[:12]}), which the model is saved "
                 "with")
-        if not plan.start.continues:
+        if plan.start.kind != "continue":
             raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
                             "the one that it was prepared with")
         warnings.append(text)
@@ -334,9 +331,9 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
     config, start = plan.config, plan.start
     generation: dict[str, Any] = {}
     if source := start.base if config.lora_enabled else start.folder:
-        own = start.folder if start.continues or start.has_adapters else source
+        own = start.folder if start.kind == "continue" or start.has_adapters else source
         generation = read_generation(Path(source)) | read_generation(Path(own))
-    if start.folder is None or SUPPRESSED in generation and not start.continues:
+    if start.folder is None or SUPPRESSED in generation and start.kind != "continue":
         # Untrained control tokens are those that the data lacks. New weights know none; otherwise, the
         # model's files list the candidates.
         tokenizer = inputs.tokenizer

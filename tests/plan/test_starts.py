@@ -349,7 +349,7 @@ def test_any_settings_of_a_start_give_a_plan_or_an_error_for_the_user(in_env, by
         assert str(error)
         return
     assert Plan.from_json(json.loads(json.dumps(loaded.to_json()))).to_json() == loaded.to_json()
-    if loaded.start.continues:
+    if loaded.start.kind == "continue":
         assert not {*not_used(loaded)} & {f"{name.upper()}={value}" for name, value in by_flag}
         assert loaded.start.state["settings"]["TRAINING_STAGE"] == loaded.config.training_stage or not loaded.start.is_own
 
