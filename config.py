@@ -186,6 +186,14 @@ class ModelConfig(Section):
                 "feed_forward.w3": (wide, self.dim),
                 "attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
 
+    def parameter_shapes(self, vocab_rows: int) -> dict[str, tuple[int, ...]]:
+        """Return the name and shape of every parameter, in the model's order."""
+        vocabulary, shapes = (vocab_rows, self.dim), {}
+        for layer in range(self.n_layers):
+            shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in self.block_shapes.items()}
+        head = {} if self.tie_embeddings else {"output.weight": vocabulary}
+        return {"tok_embeddings.weight": vocabulary, **shapes, "norm.weight": (self.dim,), **head}
+
     @property
     def matrix_count(self) -> int:
         sizes = [math.prod(shape) for shape in self.block_shapes.values() if len(shape) == 2]

@@ -134,7 +134,7 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    stored = {name: shape for name, shape in huggingface.parameter_shapes(config, padded(vocab_size)).items()
+    stored = {name: shape for name, shape in config.parameter_shapes(padded(vocab_size)).items()
               if re.sub(r"layers\.\d+\.|\.weight$", "", name) in huggingface.HUGGINGFACE_NAMES}
     if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
         raise CheckpointError(

@@ -43,16 +43,6 @@ def huggingface_name(name: str) -> str:
     return f"model.layers.{layer}.{external}{'' if external.endswith('.bias') else '.weight'}"
 
 
-def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every parameter, in the model's order."""
-    matrix, block = (vocab_rows, model_config.dim), model_config.block_shapes
-    shapes = {"tok_embeddings.weight": matrix}
-    for layer in range(model_config.n_layers):
-        shapes |= {f"layers.{layer}.{module}.weight": shape for module, shape in block.items()}
-    shapes["norm.weight"] = (model_config.dim,)
-    return shapes if model_config.tie_embeddings else shapes | {"output.weight": matrix}
-
-
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
     """Return the weight with the rows of each rotated head in the order of the other layout."""
     if name.rsplit(".", 2)[-2] not in ROTATED or name.endswith(".lora_A"):
@@ -105,7 +95,7 @@ def to_internal_layout(name: str, tensor: LazyTensor, shape: tuple[int, ...], mo
 def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                    vocab_size: int) -> dict[str, LazyTensor]:
     """Return parameters under Hugging Face's names. A tied head is left out."""
-    tensors, shapes = {}, parameter_shapes(model_config, vocab_size)
+    tensors, shapes = {}, model_config.parameter_shapes(vocab_size)
     assert state_dict.keys() - shapes.keys() <= {"output.weight"}, "not the parameters of this model"
     for name, shape in shapes.items():
         weight = to_huggingface_layout(name, state_dict[name], model_config, vocab_size)
@@ -136,7 +126,7 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     elif head is None:
         raise CheckpointError("the weights have no lm_head.weight; if the model was trained without one, set "
                               "tie_word_embeddings to true in config.json")
-    shapes = parameter_shapes(model_config, padded_vocab)
+    shapes = model_config.parameter_shapes(padded_vocab)
     internal_names = {huggingface_name(name): name for name in shapes}
     missing = [name for name in internal_names if name not in tensors]
     unknown = [name for name in tensors if name not in (*internal_names, "lm_head.weight")
@@ -196,7 +186,7 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {
         key: value for key, value in ids.items() if value not in (None, [])})
-    save_index(folder, files, map(huggingface_name, parameter_shapes(model_config, tokenizer.vocab_size)))
+    save_index(folder, files, map(huggingface_name, model_config.parameter_shapes(tokenizer.vocab_size)))
     tokenizer.save_huggingface(folder)
 
 

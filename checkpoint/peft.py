@@ -73,7 +73,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
               token_ids: TokenIds, vocab_size: Optional[int] = None) -> dict[str, Tensor]:
     """Return PEFT's tensors under internal names, inverting `to_peft`, and only `vocab_size` rows of them."""
     remaining, state, shapes = dict(tensors), {}, {}
-    for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
+    for name, shape in model_config.parameter_shapes(padded_vocab).items():
         stem = name.removesuffix(".weight")
         if name in huggingface.VOCABULARY:
             shapes |= {name: shape, f"{stem}.rows": (len(token_ids.get(stem, ())), shape[1])}

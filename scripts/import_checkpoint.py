@@ -86,7 +86,7 @@ def from_meta(tensors: Mapping[str, Tensor],
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
     rows = state["tok_embeddings.weight"].rows
     config = model_json.checked_settings(settings, "params.json")
-    expected = huggingface.parameter_shapes(config, rows)
+    expected = config.parameter_shapes(rows)
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or state[name].shape != expected.get(name)]
     if wrong:
@@ -148,7 +148,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[s
     if kind not in ARCHITECTURES.values() or unlike:
         raise CheckpointError(f"{file} has a {kind} model{' with ' * bool(unlike)}{', '.join(unlike)}, which "
                               "is not supported; import the model's Hugging Face folder")
-    for name in huggingface.parameter_shapes(config, 1):
+    for name in config.parameter_shapes(1):
         if (tensor := stored.pop(gguf_name(name), None)) is not None:
             rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
             stored[huggingface.huggingface_name(name)] = rotated
