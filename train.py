@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import text
 from common.errors import PaddockError, SettingsError
@@ -157,15 +157,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                 run.advance(result)
 
                 if due(config.log_every, progress.step, run.finished):
-                    mean = sum(seconds) / len(seconds)
-                    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count,
-                               "learning_rate": lr, "grad_norm": result.grad_norm,
-                               "tokens_seen": progress.tokens_seen,
-                               "tokens_per_second": config.total_batch_size / mean, "step_seconds": mean}
-                    for extension in run.extensions:
-                        metrics |= extension.metrics(run)
-                    log.progress(progress.step, metrics, (config.max_steps - progress.step) * mean)
-                    progress.pending_metrics = metrics
+                    progress.pending_metrics = step_metrics(run, result, lr, sum(seconds) / len(seconds))
                     seconds.clear()
                 if result.is_written:
                     finish_saving(run)
@@ -307,6 +299,18 @@ def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> di
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + reducer.scatter(value)
     return sums
+
+
+def step_metrics(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+    """Print the metrics of a step, with those of extensions, and return them; `seconds` is its duration."""
+    config, progress = run.config, run.progress
+    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
+               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
+               "tokens_per_second": config.total_batch_size / seconds, "step_seconds": seconds}
+    for extension in run.extensions:
+        metrics |= extension.metrics(run)
+    run.log.progress(progress.step, metrics, (config.max_steps - progress.step) * seconds)
+    return metrics
 
 
 @collective
