@@ -634,7 +634,7 @@ def batch_rules(c: Config) -> Iterator[str]:
         yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
-    if c.final_learning_rate > c.learning_rate:
+    if (c.min_learning_rate or 0) > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
     try:
         is_valid = all(pattern and 0 < factor < math.inf for pattern, factor in c.rate_factors)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
@@ -250,7 +250,7 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-class FileLock:
+class FileLock(AbstractContextManager):
     """A file lock, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
@@ -279,9 +279,6 @@ class FileLock:
         with suppress(OSError):  # a full disk, or another user's file; the name is only informative
             os.ftruncate(self.file.fileno(), 0)
             os.write(self.file.fileno(), name.encode())
-
-    def __enter__(self) -> "FileLock":
-        return self
 
     def __exit__(self, *_) -> None:
         with self.file:  # closing it releases the lock

@@ -155,12 +155,9 @@ class Run:
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
     facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
 
-    def __post_init__(self) -> None:
-        self.ranks, self.log = self.context.ranks, self.context.log
-
-    @property
-    def folder(self) -> Path:
-        return self.run_folder.path
+    ranks = property(lambda self: self.context.ranks)
+    log = property(lambda self: self.context.log)
+    folder = property(lambda self: self.run_folder.path)
 
     @property
     def saves_best(self) -> bool:

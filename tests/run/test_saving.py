@@ -225,9 +225,9 @@ def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_
 
     def pin_as_on_a_gpu(run) -> None:
         context, ranks = run.context, replace(run.ranks, device=torch.device("cuda"))
-        run.context, run.ranks = replace(context, ranks=ranks), ranks
+        run.context = replace(context, ranks=ranks)
         pin_early(run)
-        run.context, run.ranks, run.shard.ranks = context, context.ranks, context.ranks
+        run.context, run.shard.ranks = context, context.ranks
 
     def record(*shape, pin_memory=False, **options):
         allocated.extend([ACTIVITY.step] * pin_memory)
