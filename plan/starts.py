@@ -374,7 +374,10 @@ def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -
             if there == here or name == "HEAD_WIDTH" and saved.head_dim == config.head_dim:
                 continue
             setting = SETTING_OF.get(name, name)
-            where = f" ({sources[setting.lower()]})" if setting.lower() in sources else ""
+            causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
+            cause = next((cause for cause in causes if cause in sources), "")
+            by = f" by {cause.upper()}" * (cause not in ("", setting.lower()))
+            where = f"{by} ({sources[cause]})" if cause else ""
             saved_values[name] = there
             differences.append(f"{setting} is {there} there and {here} here{where}")
         return saved_values, "; ".join(differences)
