@@ -454,8 +454,9 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
                                        "WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
     (("--total-batch-size", "5"), "try 8192"),
-    (("--total-batch-size", "4096"), "try 8192; a run that resumes keeps it, and uses fewer ranks or MICRO_BATCH_SIZE=0"),
-    (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576; try 516096 or 540672; a run that resumes keeps it"),
+    (("--total-batch-size", "4096"), "try 8192; or keep it, as a run that resumes must, and use MICRO_BATCH_SIZE=0, which"),
+    (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576; try 516096 or 540672; or keep it, as a run that resumes "
+                                       "must, and use 2 ranks"),
     (("--dim", "100"), "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
     (("--dim", "36"), "even multiple"),
     (("--n-kv-heads", "5"), "N_KV_HEADS=5 must divide N_HEADS=12; try one of 1, 2, 3, 4, 6, 12"),
