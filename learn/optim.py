@@ -26,7 +26,8 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     Linear warm-up, then cosine decay, a plateau with a final linear decay (wsd), or a plateau (constant).
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
-    peak, final = config.learning_rate, config.final_learning_rate
+    peak, final = config.learning_rate, config.min_learning_rate
+    final = peak / 10 if final is None else final
     warmup = round(config.warmup_steps * (config.max_steps if config.warmup_steps < 1 else 1))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -84,7 +85,11 @@ class Reducer:
     def reduce(self, units: Tensor) -> Tensor:
         """Complete the gradients; return 0, or the largest one if they did not fit a scale, on the device."""
         if self.is_sharded:
-            fsdp.average_vectors(self.model, self.ranks)
+            gradients = [parameter.grad for parameter in self.model.parameters()  # those that FSDP ignores
+                         if parameter.grad is not None and not fsdp.is_divided(parameter)]
+            if gradients:
+                shares = nn.utils.parameters_to_vector(gradients) / self.ranks.world_size
+                nn.utils.vector_to_parameters(self.ranks.all_reduce(shares), gradients)
         return torch.zeros_like(units)
 
     def rescale(self, progress: SavedProgress, misfit: float) -> None:

@@ -237,16 +237,6 @@ def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
 # ------------------------------------------------------------------------------------- gradients
 
 
-@collective
-def average_vectors(model: nn.Module, ranks: Ranks) -> None:
-    """Average the gradients that `fully_shard` ignores."""
-    gradients = [parameter.grad for parameter in model.parameters()
-                 if parameter.grad is not None and not is_divided(parameter)]
-    if gradients:
-        mean = ranks.all_reduce(nn.utils.parameters_to_vector(gradients) / ranks.world_size)
-        nn.utils.vector_to_parameters(mean, gradients)
-
-
 def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tensor:
     """Return the global norm of the tensors, in float32. Collective within a shard group if some are divided.
 
