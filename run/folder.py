@@ -168,7 +168,10 @@ def archive_run(run_dir: Path, is_wanted: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    return moving.replace(new_folder(run_dir / moving.name.removeprefix("tmp-")))
+    aside = run_dir / moving.name.removeprefix("tmp-")
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}-2")
+    return moving.replace(aside)
 
 
 def has_run(run_dir: Path) -> bool:
