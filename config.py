@@ -266,6 +266,10 @@ class OptimConfig(Section):
         return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
 
     @property
+    def final_learning_rate(self) -> float:
+        return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
+
+    @property
     def rate_factors(self) -> list[tuple[str, float]]:
         """LEARNING_RATE_FACTORS as patterns with their factors. Raises ValueError."""
         entries = [entry.strip().rpartition(":") for entry in (self.learning_rate_factors or "").split(",")]

@@ -26,8 +26,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     Linear warm-up, then cosine decay, a plateau with a final linear decay (wsd), or a plateau (constant).
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
-    peak, final = config.learning_rate, config.min_learning_rate
-    final = peak / 10 if final is None else final
+    peak, final = config.learning_rate, config.final_learning_rate
     warmup = round(config.warmup_steps * (config.max_steps if config.warmup_steps < 1 else 1))
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -60,8 +60,8 @@ def test_wsd_is_flat_and_then_falls_in_a_line_that_begins_after_the_warm_up():
 
 
 def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():
-    assert learning_rate(1000, OptimConfig(learning_rate=1e-3)) == pytest.approx(1e-4)
-    assert learning_rate(1000, OptimConfig(learning_rate=1e-3, min_learning_rate=0)) == 0
+    assert OptimConfig(learning_rate=1e-3).final_learning_rate == pytest.approx(1e-4)
+    assert OptimConfig(learning_rate=1e-3, min_learning_rate=0).final_learning_rate == 0
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
