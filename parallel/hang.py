@@ -74,16 +74,18 @@ class HangWatchdog:
                 idle_seconds += seconds
             if (progress := self._progress()) != before:
                 before, idle_seconds = progress, 0.0
-            if not self.alarm and idle_seconds <= self.timeout:
-                continue
-            self.alarm = True
-            if report:
-                report(self)
-            else:
-                faulthandler.dump_traceback(sys.stderr)
-                report_sentence(f"hang: rank {self.rank} is in {ACTIVITY.phase} (step {ACTIVITY.step}); no "
-                                f"rank made progress for DISTRIBUTED_TIMEOUT={self.timeout:g} s. {REMEDY}")
-            os._exit(HangError.exit_code)
+            if self.alarm or idle_seconds > self.timeout:
+                self._end_process()
+
+    def _end_process(self) -> None:
+        self.alarm = True
+        if report:
+            report(self)
+        else:
+            faulthandler.dump_traceback(sys.stderr)
+            report_sentence(f"hang: rank {self.rank} is in {ACTIVITY.phase} (step {ACTIVITY.step}); no rank "
+                            f"made progress for DISTRIBUTED_TIMEOUT={self.timeout:g} s. {REMEDY}")
+        os._exit(HangError.exit_code)
 
 
 def report_sentence(sentence: str) -> None:
