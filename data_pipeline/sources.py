@@ -366,10 +366,10 @@ def list_files(source: Source) -> list[StoredFile]:
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
     formats = defaultdict(list)  # a license may be among them
-    for file in files:
+    for file in (file for file in files if file.name not in unread.get("empty", ())):
         formats["of plain text" if file.format == "text" else f"of {file.format}"].append(file.name)
     if unread or len(formats) > 1:
-        read = counted(len(files) - len(unread.get("empty", ())), "file") + of_split
+        read = counted(sum(map(len, formats.values())), "file") + of_split
         read += f", {_counts_of(formats, root)}" * (len(formats) > 1)
         remote_data.say_once(f"{without_passwords(path)}: reading {read}"
                              + f"; not read: {_counts_of(unread, root)}" * bool(unread))

@@ -174,7 +174,14 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     if re.sub("-", "_", alias.rpartition(".")[2].lower()) == "resume":  # litgpt's, which is true or false
         alias = "resume_from_checkpoint"
     form = known_form(alias)
-    value = "0" if value is None and form in UNLIMITED else value
+    setting = ALIASES.get(form, form)
+    if value is None and form in UNLIMITED:
+        layer.put(setting, "0", where)
+        layer.named[form] = ("0", where)
+        layer.notes[setting] = f"{shortened(alias)} without a value is no limit: {setting.upper()}=0"
+    elif value is None and setting in LEARNING:
+        before = layer.notes.get("null", "Without a value, so that other layers or defaults decide:")
+        layer.notes["null"] = f"{before} {shortened(alias)}"
     if value in (None, ""):
         return form is not None
     value = str(value).lower() if isinstance(value, bool) else value

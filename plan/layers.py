@@ -184,12 +184,11 @@ def read_config_file(path: Path) -> Layer:
             elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
             elif (name not in Config.model_fields or section and is_section_of_ours
+                  or value is None and line and name not in OPTIONAL  # such as `max_grad_norm:` in YAML
                   or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
                 if not accept(layer, section + key, value, where) and value is not None:
                     layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
-            elif value is None and line and name not in OPTIONAL:
-                continue  # `lora_target_modules:` in YAML
             else:
                 layer.put(name, value, where)
 

@@ -199,6 +199,10 @@ def ending(run: Run, result: str) -> list[str]:
              "use it": command(script, target if is_best else folder)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
         lines["resume"] = command("scripts/run.py", *flags)
+    dtype = run.model.source.dtype if run.model.source else None
+    if dtype not in (None, "float32") and not (config.lora_enabled or config.bf16_weights):
+        lines["export"] = (command("scripts/export.py", folder, "--to", "hf", "--output", "FOLDER")
+                           + f"  ({dtype}, as the base; checkpoints are float32, to resume exactly)")
     return [f"{name}   {line}" for name, line in lines.items()]
 
 
