@@ -290,10 +290,13 @@ def identify(source: Source, known: dict[str, list],
         return {"name": source.name, "config": source.config, "split": source.split or "train",
                 "files": source.files,
                 "revision": remote_data.hub_revision(source.name, source.revision, source.config), **reading}
-    files = []
+    files, first = [], {}
     for file in list_files(source):
         with reading_errors(file.url):
-            files.append([file.format, file.compression, file.size, file.identity(known, advance)])
+            content = file.identity(known, advance)
+        if file.size and first.setdefault(content, file) is not file:
+            remote_data.say_once(f"{file.url} has the content of {first[content].url}, and is read too")
+        files.append([file.format, file.compression, file.size, content])
     return {"files": files, **reading}
 
 
@@ -652,6 +655,9 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
         is_array = stem.lower().endswith(".json") and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
         values = _read_array if is_array else _read_json_lines
         for where, record in values(file, raw, stream, reading):
+            if isinstance(record, list) and record and all(
+                    isinstance(each, dict) and {"role", "content"} <= each.keys() for each in record):
+                record = {"messages": record}  # nanochat's
             if isinstance(record, dict):
                 yield where, record
             else:
