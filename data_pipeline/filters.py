@@ -10,7 +10,8 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, identity_of, read_records, texts_in
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading, identity_of, read_records, texts_in
 from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.

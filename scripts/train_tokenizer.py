@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, counted, print_safely, show
-from data_pipeline.sources import READABLE, Reading, list_files, read_texts, source_of
+from data_pipeline.source_files import READABLE, list_files, source_of
+from data_pipeline.sources import Reading, read_texts
 from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
 from tokenizer import SPECIALS
 

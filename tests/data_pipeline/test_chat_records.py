@@ -11,7 +11,8 @@ from factories import write_jsonl
 from common.errors import DataError
 from data_pipeline.chats import MARKS, prompt_of, read_examples
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Reading, Source, read_texts
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading, read_texts
 from data_pipeline.templates import is_target
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_example_set

@@ -25,17 +25,10 @@ import pytest
 import zstandard
 
 from common.errors import DataError, SettingsError
-from data_pipeline import filters, sources
+from data_pipeline import filters, source_files, sources
 from data_pipeline.chats import read_examples
-from data_pipeline.sources import (
-    Reading,
-    Source,
-    identify,
-    read_records,
-    read_texts,
-    source_of,
-    validation_split,
-)
+from data_pipeline.source_files import Source, identify, source_of
+from data_pipeline.sources import Reading, read_records, read_texts, validation_split
 
 
 def datasets():
@@ -50,7 +43,7 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
     path, text = tmp_path / "a.parquet", (min(size, 2**22) // 2) * "a "
     texts = pa.DictionaryArray.from_arrays(pa.array(rows * [0], pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"text": texts}), path, compression="zstd")
-    file = sources.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
+    file = source_files.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
     with open(path, "rb") as raw:
         if refused:
             with pytest.raises(DataError, match="unpacks into"):
@@ -327,7 +320,7 @@ def test_any_fsspec_url_is_read():
 @pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
                                             ("what?.jsonl", ("jsonl", None))])
 def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
-    assert sources.format_of(name) == expected
+    assert source_files.format_of(name) == expected
 
 
 RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n": [1.5, {"a": [None, True]}]}, {}, {"text": "x" * 300}]
@@ -656,7 +649,7 @@ def test_a_name_that_exists_is_that_file_whatever_it_contains(tmp_path, monkeypa
     ({"path": "x", "documents": "blank"}, {"records"}, ""), ({"path": "x", "documents": "line"}, {"records"}, "--documents line")])
 def test_a_flag_has_an_effect_or_is_refused(source, traits, refused):
     with pytest.raises(SettingsError, match=f"{refused} .*has no effect") if refused else nullcontext():
-        sources.check_flags(Source(**source), traits)
+        source_files.check_flags(Source(**source), traits)
 
 
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):

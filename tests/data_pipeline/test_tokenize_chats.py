@@ -11,7 +11,7 @@ import pytest
 from factories import prepare_under_fire, write_jsonl
 
 from common.errors import DataError
-from data_pipeline import chats as tokenize_chats
+from data_pipeline import examples as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format

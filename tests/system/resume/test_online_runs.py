@@ -14,7 +14,7 @@ from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, writ
 
 import train
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Source
+from data_pipeline.source_files import Source
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Mixing, RowOrder, open_example_set
 from extensions import online
