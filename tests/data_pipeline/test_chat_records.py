@@ -33,7 +33,7 @@ def read(kind, tmp_path, *records, **options):
 
 
 @pytest.mark.parametrize("record, messages", [
-    ({"messages": [ASK, SAY]}, [ASK, SAY]),
+    ({"messages": [ASK, SAY]}, [ASK, SAY]), ([SYSTEM, ASK, SAY], [SYSTEM, ASK, SAY]),  # a line of nanochat's is the list
     ({"messages": [SYSTEM, ASK, SAY, *AGAIN], "id": 7}, [SYSTEM, ASK, SAY, *AGAIN]),
     ({"messages": [{"role": "system", "content": None}, ASK, SAY]}, [ASK, SAY]),
     ({"messages": [ASK, SAY], "system": "Be kind."}, [SYSTEM, ASK, SAY]),

@@ -262,12 +262,24 @@ def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_pa
     (tmp_path / "c.jsonl").touch()
     assert len(texts_of(tmp_path)[0]) == 2
     assert "reading 2 files; not read: 1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-0" in capsys.readouterr().err
+    (tmp_path / "LICENSE.txt").write_text("Free.")
+    texts_of(tmp_path)
+    text = capsys.readouterr().err
+    assert "reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: 1 empty" in text
     write_tree(tmp_path, "c.jsonl", "LICENSE.txt")
     assert len(texts_of(tmp_path)[0]) == 4
     assert "4 files, 3 of jsonl (c.jsonl, x-00000-of-00003.jsonl, x-0" in (text := capsys.readouterr().err)
     assert "; 1 of plain text (LICENSE.txt); not read: 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)" in text
     with pytest.raises(DataError, match="LICENSE.txt:1: is not a chat: it has a line of plain text, expected messages"):
         [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
+
+
+def test_a_file_with_the_content_of_another_one_is_named(tmp_path, capsys):
+    for name, text in (("a", "one"), ("a (1)", "one"), ("b", "two"), ("empty", ""), ("empty too", "")):
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(text) if text else "")
+    identify(Source(path=str(tmp_path)), {})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [f"{tmp_path}/a.jsonl has the content of {tmp_path}/a (1).jsonl, and is read too"]
 
 
 def test_the_names_of_splits_may_have_capitals(tmp_path):
