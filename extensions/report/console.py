@@ -16,6 +16,8 @@ from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
+from data_pipeline.prepare import read_own_json
+from data_pipeline.shards import MANIFEST
 from dataloaders import Rows
 from extensions.cost import parameter_count
 from extensions.report.numbers import number_text
@@ -94,12 +96,21 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
-    """Return the training data and how often the run reads it, with a line for each source of a mixture."""
+    """Return the training data and how often the run reads it, with a line for each source of a mixture.
+
+    Further lines name what was set for the preparation of data that is prepared already.
+    """
+    asked, unused = config.validation_fraction, []
+    for folder in {rows.token_set.folder: None for rows in inputs.rows.sources} if asked is not None else ():
+        used = read_own_json(folder / MANIFEST).get("settings", {}).get("validation_fraction", asked)
+        if used != asked:
+            unused.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
+                          f"{'its default' if used is None else f'{used:g}'}; prepare it again")
     if table := inputs.sources(config):
         lines = describe_sources(inputs.rows.mixture, table)
-        return [inputs.description, *(f"  {line}" for line in lines)]
+        return [inputs.description, *(f"  {line}" for line in lines), *unused]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
-    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole]
+    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole, *unused]
 
 
 def times_read(config: Config, rows: Rows) -> str:

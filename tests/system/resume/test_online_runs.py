@@ -259,6 +259,13 @@ def prompts_of(records, stages, folder, **source):
     return prepare_set("prompts", source, folder / "asked", options)
 
 
+def test_answers_that_no_reward_can_read_are_refused_before_an_answer(stages, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online.Rollouts, "generate", lambda *_: pytest.fail("an answer was generated"))
+    prompts = prompts_of([{"prompt": f"{number}+1?", "answer": [str(number + 1)]} for number in range(40)], stages, tmp_path)
+    assert stages.run("grpo", tmp_path / "runs", REWARD="math", GRPO_DATA_PATH=prompts, MAX_STEPS=1).train() == 2
+    assert "REWARD=math fails for the records' own answers: ValueError: the record's answer is ['" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("reward, column", [("exact", "answer"), ("math", "answer"), ("regex", "pattern"), ("rated:declared", "hint"),
                                             ("rated:undeclared", "hint"), ("rated:own", "answer")])
 def test_a_column_that_no_record_has_is_refused_before_an_answer_and_the_advice_works(reward, column, functions, stages, tmp_path, capsys, monkeypatch):
