@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from commands import python
@@ -110,7 +111,8 @@ def test_a_share_to_hold_out_of_data_that_is_prepared_already_is_said(asked, use
     from extensions.report.console import describe_data
 
     (tmp_path / "manifest.json").write_text(json.dumps({"settings": {"validation_fraction": used}}))
-    rows = SimpleNamespace(sources=[SimpleNamespace(token_set=SimpleNamespace(folder=tmp_path))], mixing=SimpleNamespace(is_complete=False))
+    rows = MagicMock(sources=[SimpleNamespace(token_set=SimpleNamespace(folder=tmp_path))], mixing=SimpleNamespace(is_complete=False))
+    rows.__len__.return_value = 3
     inputs = SimpleNamespace(sources=lambda config: None, rows=rows, description="3 chats")
     first, *more = describe_data(Config(validation_fraction=asked), inputs)
     assert first == "3 chats" and len(more) == (words is not None) and re.search(words or "", "".join(more))
