@@ -27,7 +27,7 @@ from common.files import json_sha256
 from common.text import counted, percent
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
-from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
+from data_pipeline.examples import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from model_kernels.head import IGNORE_INDEX
 

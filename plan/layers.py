@@ -176,13 +176,12 @@ def read_config_file(path: Path) -> Layer:
             elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
             elif (name not in Config.model_fields or section and is_section_of_ours
+                  or value is None and line and name not in names.OPTIONAL  # such as `max_grad_norm:` in YAML
                   or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
                 file = f"{path} in {names.shortened(section[:-1])}" if section else str(path)
                 if not accept(layer, section + key, value, where) and value is not None:
                     advice = names.advice(section + key)
                     layer.refuse(name.upper(), names.unknown(where if line else file, key, "setting", advice))
-            elif value is None and line and name not in names.OPTIONAL:
-                continue  # `lora_target_modules:` in YAML
             else:
                 layer.put(name, value, where)
 

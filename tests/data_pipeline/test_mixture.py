@@ -17,7 +17,7 @@ from config import Config
 from data_pipeline import mixture
 from data_pipeline.mixture import Mixture, Phase, read_mix, read_mixture, weight_units
 from data_pipeline.prepare import PreparationOptions
-from data_pipeline.sources import Source
+from data_pipeline.source_files import Source
 from data_preparation_utils import prepare_mixture
 from dataloaders import Mixing, RowOrder, Rows, open_rows
 from run.facts import read_inputs

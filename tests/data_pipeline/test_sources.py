@@ -25,17 +25,10 @@ import pytest
 import zstandard
 
 from common.errors import DataError, SettingsError
-from data_pipeline import filters, sources
+from data_pipeline import filters, source_files, sources
 from data_pipeline.chats import read_examples
-from data_pipeline.sources import (
-    Reading,
-    Source,
-    identify,
-    read_records,
-    read_texts,
-    source_of,
-    validation_split,
-)
+from data_pipeline.source_files import Source, identify, source_of
+from data_pipeline.sources import Reading, read_records, read_texts, validation_split
 
 
 def datasets():
@@ -50,7 +43,7 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
     path, text = tmp_path / "a.parquet", (min(size, 2**22) // 2) * "a "
     texts = pa.DictionaryArray.from_arrays(pa.array(rows * [0], pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"text": texts}), path, compression="zstd")
-    file = sources.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
+    file = source_files.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
     with open(path, "rb") as raw:
         if refused:
             with pytest.raises(DataError, match="unpacks into"):
@@ -269,12 +262,24 @@ def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_pa
     (tmp_path / "c.jsonl").touch()
     assert len(texts_of(tmp_path)[0]) == 2
     assert "reading 2 files; not read: 1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-0" in capsys.readouterr().err
+    (tmp_path / "LICENSE.txt").write_text("Free.")
+    texts_of(tmp_path)
+    text = capsys.readouterr().err
+    assert "reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: 1 empty" in text
     write_tree(tmp_path, "c.jsonl", "LICENSE.txt")
     assert len(texts_of(tmp_path)[0]) == 4
     assert "4 files, 3 of jsonl (c.jsonl, x-00000-of-00003.jsonl, x-0" in (text := capsys.readouterr().err)
     assert "; 1 of plain text (LICENSE.txt); not read: 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)" in text
     with pytest.raises(DataError, match="LICENSE.txt:1: is not a chat: it has a line of plain text, expected messages"):
         [*read_examples("chats", Source(path=str(tmp_path / "LICENSE.txt")), Reading())]
+
+
+def test_a_file_with_the_content_of_another_one_is_named(tmp_path, capsys):
+    for name, text in (("a", "one"), ("a (1)", "one"), ("b", "two"), ("empty", ""), ("empty too", "")):
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(text) if text else "")
+    identify(Source(path=str(tmp_path)), {})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [f"{tmp_path}/a.jsonl has the content of {tmp_path}/a (1).jsonl, and is read too"]
 
 
 def test_the_names_of_splits_may_have_capitals(tmp_path):
@@ -327,7 +332,7 @@ def test_any_fsspec_url_is_read():
 @pytest.mark.parametrize("name, expected", [("https://127.0.0.1/c/x.jsonl?X-Amz-Signature=1.zip", ("jsonl", None)), ("https://127.0.0.1/x.txt.gz?a#b", ("text", "gzip")),
                                             ("what?.jsonl", ("jsonl", None))])
 def test_the_format_of_a_presigned_url_is_that_of_its_path(name, expected):
-    assert sources.format_of(name) == expected
+    assert source_files.format_of(name) == expected
 
 
 RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n": [1.5, {"a": [None, True]}]}, {}, {"text": "x" * 300}]
@@ -656,7 +661,7 @@ def test_a_name_that_exists_is_that_file_whatever_it_contains(tmp_path, monkeypa
     ({"path": "x", "documents": "blank"}, {"records"}, ""), ({"path": "x", "documents": "line"}, {"records"}, "--documents line")])
 def test_a_flag_has_an_effect_or_is_refused(source, traits, refused):
     with pytest.raises(SettingsError, match=f"{refused} .*has no effect") if refused else nullcontext():
-        sources.check_flags(Source(**source), traits)
+        source_files.check_flags(Source(**source), traits)
 
 
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):

@@ -325,3 +325,10 @@ def test_what_a_message_says_to_set_may_be_set_above_the_name_that_it_refuses(fl
 def test_null_is_no_limit_where_the_other_trainer_means_that():
     config = load(config={"clip_grad_norm": None, "save_total_limit": None, "train_iters": None}).config  # torchtune's and the Trainer's defaults
     assert (config.max_grad_norm, config.keep_last, config.max_steps) == (0, 0, 1000)
+
+
+def test_null_of_a_name_that_is_also_ours_is_said():
+    Path("run.yaml").write_text("max_grad_norm: null\nweight_decay:\nmax_length: null\nwandb_entity:\nnum_train_epochs: 1\n")
+    loaded = load("--config", "run.yaml")
+    assert loaded.config.max_grad_norm == 0 and any("MAX_GRAD_NORM=0" in note for note in loaded.notes), "transformers' null"
+    assert any(note.startswith("Without a value, ") and note.endswith(": weight_decay max_length") for note in loaded.notes)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from commands import ROOT
 from factories import wait_until
 
@@ -223,11 +222,3 @@ def test_the_first_group_yields_its_figures_with_few_packages_and_an_empty_path(
     assert all(record["figures"] for record in records)
     assert records[0]["figures"]["commit"] == "abc" and records[0]["figures"]["transformers"] == "not installed"
     assert not [*(tmp_path / "tmp").glob("gpu_suite-[!c]*")]
-
-
-def test_the_host_waits_for_no_gpu_before_the_backward_of_any_objective():
-    """KTO waits once, in `prepare_step`. The counts are in the script."""
-    if torch.version.cuda is None:
-        pytest.skip(f"torch {torch.__version__} is a CPU build; fake tensors of a GPU need a CUDA build, which nightly.yml installs")
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "host_waits.py"], capture_output=True, text=True)
-    assert done.returncode == 0 and "kto: " in done.stdout, done.stdout + done.stderr

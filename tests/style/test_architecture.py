@@ -114,7 +114,7 @@ def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import model_json, schema; "
             "from plan import layers; from scripts.sample import stories; "
-            "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
+            "from data_pipeline import (examples, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
