@@ -186,9 +186,16 @@ class ModelConfig(Section):
                 "feed_forward.w3": (wide, self.dim),
                 "attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
 
+    def parameter_shapes(self, vocab_rows: int) -> dict[str, tuple[int, ...]]:
+        """Return the name and shape of every parameter, in the model's order."""
+        vocabulary, shapes = (vocab_rows, self.dim), {}
+        for layer in range(self.n_layers):
+            shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in self.block_shapes.items()}
+        head = {} if self.tie_embeddings else {"output.weight": vocabulary}
+        return {"tok_embeddings.weight": vocabulary, **shapes, "norm.weight": (self.dim,), **head}
+
     @property
     def matrix_count(self) -> int:
-        """Number of weights in the matrices of all blocks."""
         sizes = [math.prod(shape) for shape in self.block_shapes.values() if len(shape) == 2]
         return self.n_layers * sum(sizes)
 
@@ -251,7 +258,6 @@ class OptimConfig(Section):
 
     @property
     def bf16_weights(self) -> bool:
-        """Whether matrices are held in bf16, without a float32 copy."""
         return self.weight_dtype == "bf16"
 
     @property
@@ -523,7 +529,6 @@ class Config(*reversed(SECTIONS)):
 
     @property
     def answer_tokens(self) -> int:
-        """Maximum tokens of a generated answer."""
         return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
 
     @property
@@ -633,7 +638,7 @@ def batch_rules(c: Config) -> Iterator[str]:
         yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
-    if c.final_learning_rate > c.learning_rate:
+    if (c.min_learning_rate or 0) > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
     try:
         is_valid = all(pattern and 0 < factor < math.inf for pattern, factor in c.rate_factors)

@@ -18,9 +18,10 @@ from common.text import COMMANDS, PROGRAM, show
 from config import KINDS, START_FROM, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
-from data_pipeline.chats import describe_lengths, kind_of_examples
+from data_pipeline.examples import describe_lengths, kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, describe_counts, name_set, prepare, read_prepared
-from data_pipeline.sources import SHORTCUTS, Source, source_of, validation_split
+from data_pipeline.source_files import SHORTCUTS, Source, source_of
+from data_pipeline.sources import validation_split
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import PreparationOptions
 from plan.command_line import export
@@ -118,7 +119,6 @@ def non_empty(text: str) -> str:
 
 
 def used_settings(kind: str) -> list[str]:
-    """Return the settings that a preparation uses."""
     names = ["tokenizer_path", "tokenizer_backend", "output_dir", *PreparationConfig.model_fields]
     # Examples are encoded by the start's tokenizer if TOKENIZER_PATH is not set.
     return [*names, *START_FROM] if kind != "documents" else [n for n in names if n != "system_prompt"]

@@ -27,7 +27,7 @@ from common.files import json_sha256
 from common.text import counted, percent
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
-from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
+from data_pipeline.examples import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from model_kernels.head import IGNORE_INDEX
 
@@ -512,7 +512,6 @@ class Rows:
         return batches
 
     def map(self, change: Callable[[SourceRows], SourceRows]) -> "Rows":
-        """Return the rows with `change` applied to each source that is read."""
         return replace(self, sources=tuple(source and change(source) for source in self.sources))
 
     def __call__(self, indices: np.ndarray) -> Batch:
@@ -546,13 +545,6 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     source = open_set(config, path, stored, tokenizer, verify)
     check_rows(config, path, split, len(source), f"its {source.content} fill")
     return Rows.of(source)
-
-
-def count_rows(config: Config, tokenizer) -> int:
-    """Count the rows of the stage's training data, or of all sources of a mixture, without verification."""
-    path = config.data_path
-    sets = [source.set for source in read_mixture(Path(path)).sources] if is_mixture(path) else [path]
-    return sum(len(open_set(config, each, "train", tokenizer, "never")) for each in sets)
 
 
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> SourceRows:

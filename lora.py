@@ -17,13 +17,10 @@ from torch.nn import functional as F
 
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
-from model import Linear, Transformer, VocabularyMatrix
-from model_kernels.dropout import Dropout
+from model import Dropout, Linear, Transformer, VocabularyMatrix
 from model_kernels.head import HeadWeight, embed
 from model_kernels.matmul import FrozenProduct, dequantize, linear, quantize
 from parallel.fsdp import ReadRows, load_rows, local_rows, put
-
-# -------------------------------------------------------------------------------------- the layers
 
 
 class FrozenLinear(nn.Module):
@@ -143,9 +140,6 @@ class TrainableTokens(VocabularyMatrix):
         return self.weight.index_copy(0, self.ids_K, self.rows.to(self.weight.dtype))
 
 
-# ------------------------------------------------------------------------- a model with adapters
-
-
 def named_tokens(setting: str, special_ids: Mapping[str, int]) -> list[int]:
     """Return the ascending ids of the control tokens that LORA_TRAIN_TOKENS names."""
     names = [name.strip() for name in setting.split(",") if name.strip()]
@@ -252,9 +246,6 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.enabled = True
-
-
-# ------------------------------------------------------------------------------- saving and loading
 
 
 def trained_token_ids(model: nn.Module) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import sys
 import sysconfig
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import huggingface, store
-from checkpoint.model_json import read_model_json, refuse_adapters
+from checkpoint.model_json import context_of, read_model_json, refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
@@ -29,7 +30,6 @@ from parallel.fsdp import DeviceMesh
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from plan.identity import is_beyond
-from plan.starts import context_of
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
@@ -133,8 +133,15 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
     """Return a Transformer on the meta device, without memory; CheckpointError if it could not be saved."""
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    huggingface.check_parameters(shapes, config, padded(vocab_size))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = {name: shape for name, shape in config.parameter_shapes(padded(vocab_size)).items()
+              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in huggingface.HUGGINGFACE_NAMES}
+    if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
+        raise CheckpointError(
+            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
+            f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
+            "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
+            "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
     return model
 
 
@@ -150,10 +157,7 @@ def make_mesh(config: Config, ranks: Ranks) -> Optional[DeviceMesh]:
 @collective
 def allocate_model(model: Transformer, config: Config, ranks: Ranks, mesh: Optional[DeviceMesh] = None
                    ) -> None:
-    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it.
-
-    It is only collective without a mesh.
-    """
+    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it."""
     mesh = mesh or make_mesh(config, ranks)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -244,7 +248,6 @@ def compile_model(model: Transformer) -> None:
 
 
 def forced_eager() -> AbstractContextManager:
-    """A `with` block in which nothing is compiled."""
     if "torch._dynamo" not in sys.modules:  # then nothing is; its import takes 1 s
         return nullcontext()
     return torch.compiler.set_stance("force_eager")

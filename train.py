@@ -10,17 +10,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+from common import text
 from common.errors import PaddockError, SettingsError
-from common.text import (
-    counted,
-    duration,
-    exit_if_unread,
-    print_safely,
-    printable,
-    show,
-    status_line,
-    write_line_by_line,
-)
 from config import KINDS
 from parallel import process
 from parallel.process import EXIT_PREEMPTED
@@ -35,7 +26,7 @@ if __name__ == "__main__":
     process.open_missing_streams()
     process.exit_with_launcher()
     process.exit_at_signals()
-    write_line_by_line()
+    text.write_line_by_line()
     # Before torch's import, which takes seconds: a typo is reported now.
     named = ("PRESET", *(setting for setting, _ in KINDS.values()))
     is_unset = not (sys.argv[1:] or os.path.exists(".env") or any(map(os.environ.get, named)))
@@ -46,7 +37,7 @@ if __name__ == "__main__":
             sys.exit(PLANNED.exit_code)
         exit_with(PLANNED)
     if is_unset and os.environ.get("LOCAL_RANK", "0") == "0":
-        show("Nothing is set, so the sample model is trained (--preset sample).")
+        text.show("Nothing is set, so the sample model is trained (--preset sample).")
 
 # ruff: noqa: E402
 import torch
@@ -57,7 +48,7 @@ from dataloaders import Batch, first_micro_batch
 from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
-from model_kernels.dropout import choose_masks
+from model import choose_masks
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.build import open_run
@@ -82,7 +73,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
     try:
         planned = planned or plan_on_rank0(argv, USAGE)
         if read_flags(argv).check:
-            with exit_if_unread():
+            with text.exit_if_unread():
                 code = find("forecast", "--check").check(planned, argv) if planned else 0
         else:
             code = train(planned, argv)
@@ -90,7 +81,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
         stop_watchdog()
         report = classify_exception(error)
         if report is None:  # a bug in Paddock
-            sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
+            sentence = text.printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             process.write_error_file(1, sentence, traceback.format_exc())
             raise
         if not process.write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
@@ -98,7 +89,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
                 exit_with(error)
             with process.first_on_machine() if report.on_all_ranks else nullcontext(True) as is_reporting:
                 if is_reporting:
-                    print_safely(f"error: {report.sentence}", sys.stderr)
+                    text.print_safely(f"error: {report.sentence}", sys.stderr)
         return report.code
     process.write_error_file(code)
     return code
@@ -108,7 +99,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
 def train(planned: Planned, argv: Sequence[str]) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
-        with (status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"),
+        with (text.status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"),
               open_run(planned, partial(make_plan, argv, None)) as run):
             reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
             start_writing(run)
@@ -183,11 +174,11 @@ def train_loop(run: Run, reducer: Reducer) -> int:
     if progress.step != config.max_steps:
         log.info(run.how_to_continue())
     took = f"; this start took {progress.step - first:,} of them" if first else ""
-    text = (f"{'Finished' if run.finished else 'Stopped after'} {counted(progress.step, 'step')} "
-            f"({progress.tokens_seen:,} tokens){took} in {duration(time.perf_counter() - started)}.")
+    took = f"{took} in {text.duration(time.perf_counter() - started)}"
+    log.ending = [f"{'Finished' if run.finished else 'Stopped after'} {text.counted(progress.step, 'step')} "
+                  f"({progress.tokens_seen:,} tokens){took}."]
     for line in (line for extension in run.extensions for line in extension.summary(run)):
         log.info(line, shown="")
-    log.ending = [text]
     return 0
 
 
@@ -318,8 +309,7 @@ def step_metrics(run: Run, result: StepResult, lr: float, seconds: float) -> dic
                "tokens_per_second": config.total_batch_size / seconds, "step_seconds": seconds}
     for extension in run.extensions:
         metrics |= extension.metrics(run)
-    seconds_left = (config.max_steps - progress.step) * metrics["step_seconds"]
-    run.log.progress(progress.step, metrics, seconds_left)
+    run.log.progress(progress.step, metrics, (config.max_steps - progress.step) * seconds)
     return metrics
 
 

@@ -4,7 +4,6 @@ Paddock uses Meta's parameter names. Hugging Face has other names, rotates the t
 neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabulary padding.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +32,6 @@ HUGGINGFACE_NAMES = {
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 ROTATED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # rows are permuted within each head
 
-# ------------------------------------------------------------------------------- names and layouts
-
 
 def huggingface_name(name: str) -> str:
     """Return Hugging Face's name of a parameter."""
@@ -44,30 +41,6 @@ def huggingface_name(name: str) -> str:
     _, layer, module = stem.split(".", 2)
     external = HUGGINGFACE_NAMES[module]
     return f"model.layers.{layer}.{external}{'' if external.endswith('.bias') else '.weight'}"
-
-
-def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every parameter, in the model's order."""
-    matrix, block = (vocab_rows, model_config.dim), model_config.block_shapes
-    shapes = {"tok_embeddings.weight": matrix}
-    for layer in range(model_config.n_layers):
-        shapes |= {f"layers.{layer}.{module}.weight": shape for module, shape in block.items()}
-    shapes["norm.weight"] = (model_config.dim,)
-    return shapes if model_config.tie_embeddings else shapes | {"output.weight": matrix}
-
-
-def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
-                     vocab_rows: int) -> None:
-    """Raise CheckpointError unless checkpoints and adapters can store parameters of these shapes."""
-    stored = {name: shape for name, shape in parameter_shapes(model_config, vocab_rows).items()
-              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
-    shapes = {name: tuple(shape) for name, shape in parameters.items()}
-    if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
-        raise CheckpointError(
-            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
-            f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
-            "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
-            "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
@@ -122,7 +95,7 @@ def to_internal_layout(name: str, tensor: LazyTensor, shape: tuple[int, ...], mo
 def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                    vocab_size: int) -> dict[str, LazyTensor]:
     """Return parameters under Hugging Face's names. A tied head is left out."""
-    tensors, shapes = {}, parameter_shapes(model_config, vocab_size)
+    tensors, shapes = {}, model_config.parameter_shapes(vocab_size)
     assert state_dict.keys() - shapes.keys() <= {"output.weight"}, "not the parameters of this model"
     for name, shape in shapes.items():
         weight = to_huggingface_layout(name, state_dict[name], model_config, vocab_size)
@@ -153,7 +126,7 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     elif head is None:
         raise CheckpointError("the weights have no lm_head.weight; if the model was trained without one, set "
                               "tie_word_embeddings to true in config.json")
-    shapes = parameter_shapes(model_config, padded_vocab)
+    shapes = model_config.parameter_shapes(padded_vocab)
     internal_names = {huggingface_name(name): name for name in shapes}
     missing = [name for name in internal_names if name not in tensors]
     unknown = [name for name in tensors if name not in (*internal_names, "lm_head.weight")
@@ -171,15 +144,9 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
 
 
 def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
-    """Return a Hugging Face model's tensors with `vocab_size` ids in the embedding and in a separate head.
-
-    New ids get the mean of all rows.
-    """
+    """Return a model's tensors with rows for `vocab_size` ids: for new ones, the mean of all rows."""
     by_id = {huggingface_name(name) for name in VOCABULARY}
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
-
-
-# ----------------------------------------------------------------------------------------- folders
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
@@ -192,10 +159,7 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
 
 
 def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1) -> dict[str, TensorFile]:
-    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES.
-
-    Blocks of rows that are hashed contain whole heads.
-    """
+    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES."""
     shards: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(each.nbytes for each in (*shards[-1].values(), tensor)) > MAX_SHARD_BYTES:
@@ -222,7 +186,7 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {
         key: value for key, value in ids.items() if value not in (None, [])})
-    save_index(folder, files, map(huggingface_name, parameter_shapes(model_config, tokenizer.vocab_size)))
+    save_index(folder, files, map(huggingface_name, model_config.parameter_shapes(tokenizer.vocab_size)))
     tokenizer.save_huggingface(folder)
 
 

@@ -15,7 +15,7 @@ from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.section import MAX_NUMBER, Section
 from common.text import command
-from config import SCALING_SETTINGS, ModelConfig, extension_module
+from config import ModelConfig, extension_module
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -157,6 +157,13 @@ def context_length(config: Mapping[str, Any]) -> int:
     return count_in(config, "max_position_embeddings") or default
 
 
+def context_of(folder: Path, config: ModelConfig) -> int:
+    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
+    content = read_model_json(folder / "config.json")
+    before = model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
+    return int(context_length(content) * (config.rope_scaling_factor or 1) / before)
+
+
 def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[str, Optional[int]]:
     """Return the settings of sliding windows, and of layers without a rotary embedding."""
     def every_nth(field: str, value: Any, other: Any) -> Optional[int]:
@@ -237,19 +244,6 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
         raise CheckpointError(f"config.json has {', '.join(unlike)}, which is not supported; use another "
                               "model")
     return settings
-
-
-def describing(c: ModelConfig) -> dict[str, Any]:
-    """Return the settings that decide what a model computes, in a normal form, and the shapes of a block."""
-    layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
-    varying = {"head_width", *SCALING_SETTINGS}
-    varying -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
-    fixed = [name for name, field in ModelConfig.model_fields.items()
-             if field.json_schema_extra["on_resume"] == "fixed" and name not in varying]
-    return {name.upper(): getattr(c, name) for name in fixed} | c.block_shapes | {
-        "HEAD_WIDTH": c.head_dim, "FFN_DIM": c.hidden_dim, "SLIDING_EVERY": None,
-        "SLIDING_WINDOW": [c.sliding_window if c.slides(layer) else None for layer in layers],
-        "NO_ROPE_EVERY": [c.rotates(layer) for layer in layers]}
 
 
 def write_json(path: Path, content: Any) -> None:

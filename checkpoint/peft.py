@@ -12,7 +12,7 @@ from checkpoint import huggingface, model_json
 from checkpoint.huggingface import TokenIds, checked
 from checkpoint.model_json import ADAPTERS as CONFIG_FILE
 from checkpoint.model_json import LORA_FIELDS, other_format, read_model_json, write_json
-from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
+from checkpoint.tensors import LazyTensor, open_tensors
 from common.errors import CheckpointError
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
@@ -73,7 +73,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
               token_ids: TokenIds, vocab_size: Optional[int] = None) -> dict[str, Tensor]:
     """Return PEFT's tensors under internal names, inverting `to_peft`, and only `vocab_size` rows of them."""
     remaining, state, shapes = dict(tensors), {}, {}
-    for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
+    for name, shape in model_config.parameter_shapes(padded_vocab).items():
         stem = name.removesuffix(".weight")
         if name in huggingface.VOCABULARY:
             shapes |= {name: shape, f"{stem}.rows": (len(token_ids.get(stem, ())), shape[1])}
@@ -172,13 +172,6 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
                                   "are one matrix in the base; use other adapters")
         token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
     return token_ids
-
-
-def adapter_files(state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig, vocab_rows: int
-                  ) -> dict[str, TensorFile]:
-    """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
-    tensors = to_peft(state, model_config, vocab_rows)
-    return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
 
 
 def save_settings(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:

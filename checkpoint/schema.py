@@ -259,9 +259,6 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"{path} cannot be read: {error}; check this path") from error
 
 
-# ------------------------------------------------------------------------------- results per item
-
-
 def packed_bits(values: Iterable[bool]) -> str:
     """Return booleans as base64 text, eight per byte, most significant bit first."""
     digits = "".join("1" if value else "0" for value in values)

@@ -65,9 +65,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
             warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest atomically, replacing one of the same name.
 
-    Args:
-        write_files: fills a folder; may return the manifest fields of files that it hashed while writing.
-        details: fields of the manifest besides the files: the step, and for a run's own, others.
+    `write_files` may return the manifest fields of files that it hashed while writing.
     """
     temporary = temporary_of(folder)
 
@@ -260,7 +258,6 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
 
 
 def best_first(checkpoints: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return those that have a validation loss, the lowest first."""
     measured = [item for item in checkpoints if item[1]["val_loss"] is not None]
     return sorted(measured, key=lambda item: item[1]["val_loss"])
 

@@ -50,12 +50,10 @@ class LazyTensor:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def equals(self, other: "LazyTensor") -> bool:
-        """Return whether both contain the same numbers; reads them in blocks."""
         return self.shape == other.shape and all(torch.equal(self.read(*span), other.read(*span))
                                                  for span in self.spans())
 
     def first_rows(self, rows: int) -> "LazyTensor":
-        """Return the first `rows` rows, or all if there are fewer."""
         return replace(self, shape=(min(rows, self.rows), *self.shape[1:]))
 
     def resized(self, rows: int) -> "LazyTensor":

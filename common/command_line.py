@@ -5,14 +5,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from difflib import get_close_matches
 from itertools import groupby, takewhile
-from typing import Optional
 
 from common import __version__
-from common.text import COMMANDS, PROGRAM
+from common.text import COMMANDS, PROGRAM, suggestion
 
 HELP_COLUMNS = 80
 VERSION = f"Paddock {__version__}"
@@ -44,23 +42,6 @@ class HelpFormatter(argparse.HelpFormatter):
 SYNONYMS = {"max_tokens": "max_new_tokens", "num_predict": "max_new_tokens", "n_predict": "max_new_tokens",
             "temp": "temperature", "evaluate": "eval", "convert": "export", "tokenize": "prepare",
             "infer": "generate", "plot": "report"}
-SIMILAR, SIMILAR_SHORT = 0.85, 0.8  # for difflib; one typo in a short name changes more of it
-
-
-def suggestion(name: str, known: Iterable[str], same: Mapping[str, str] = {}) -> Optional[str]:
-    """Return the known name that a user probably meant, or None.
-
-    It is the name that another one in `same` stands for, or a similar one. Another number or first letter
-    makes another name: fp8 and fp16, dora and lora.
-    """
-    candidates = {standard: standard for standard in known}
-    candidates |= {alias: standard for alias, standard in same.items() if standard in candidates}
-    name = re.sub("[-.]", "_", name[:60].lower().strip("-"))
-    similar = {re.sub("[-.]", "_", each.lower()): each for each in candidates}
-    similar = {each: original for each, original in similar.items()
-               if each[:1] == name[:1] and re.findall(r"\d+", each) == re.findall(r"\d+", name)}
-    best = get_close_matches(name, similar, 1, SIMILAR if len(name) > 6 else SIMILAR_SHORT)
-    return candidates[similar[best[0]]] if best else None
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
@@ -111,15 +111,6 @@ def plain(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def leads_outside(name: str, folder: Path) -> bool:
-    """Return whether a file name in a folder leads outside it, by `..` or through links."""
-    home = Path(os.path.realpath(folder))
-    # Files of a snapshot in the hub's cache are links into the cache of that model.
-    if home.parent.name == "snapshots":
-        home = home.parents[1]
-    return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
@@ -259,18 +250,16 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-class FileLock:
+class FileLock(AbstractContextManager):
     """A file lock, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
-        def not_through_links(path: str, flags: int) -> int:
-            return plain(path, flags | os.O_NOFOLLOW)  # protects the target of a link
-
-        self.taken = False
+        self.taken, options = False, {"encoding": "utf-8", "errors": "replace"}
+        options["opener"] = lambda path, flags: plain(path, flags | os.O_NOFOLLOW)  # protects a link's target
         try:
-            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=not_through_links)
+            self.file = open(path, "a+", **options)
         except PermissionError:  # another user's file, which can still be locked
-            self.file = open(path, encoding="utf-8", errors="replace", opener=not_through_links)
+            self.file = open(path, **options)
 
     def take(self, warn: Callable[[str], Any] = show) -> str:
         """Try to take the lock; return another holder's name or ""; `warn` if the file system lacks locks."""
@@ -290,9 +279,6 @@ class FileLock:
         with suppress(OSError):  # a full disk, or another user's file; the name is only informative
             os.ftruncate(self.file.fileno(), 0)
             os.write(self.file.fileno(), name.encode())
-
-    def __enter__(self) -> "FileLock":
-        return self
 
     def __exit__(self, *_) -> None:
         with self.file:  # closing it releases the lock

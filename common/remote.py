@@ -41,7 +41,6 @@ def is_hub_name(name: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without passwords."""
     if type(error) is FileNotFoundError and error.__cause__ is not None:  # fsspec's is only the name
         error = error.__cause__
     return without_passwords((str(error).strip() or type(error).__name__).splitlines()[0])

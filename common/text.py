@@ -1,4 +1,4 @@
-"""Text for people: escaped control characters, closed output streams, durations, commands to type."""
+"""Text for people: escaped control characters, closed streams, durations, commands, likely meanings."""
 
 import os
 import re
@@ -9,8 +9,9 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Optional, TextIO
@@ -48,6 +49,7 @@ CONTROL_TOKENS = re.compile(
 ESCAPES = re.compile(r"\x1b\[\d*m")
 STARTERS = r"(?:paddock|python[\d.]*|bash|torchrun)"
 COMMAND = re.compile(rf"(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # quoted if its path has a space
+SIMILAR, SIMILAR_SHORT = 0.85, 0.8  # for difflib; one typo in a short name changes more of it
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 
 
@@ -203,7 +205,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def show(*lines: str) -> None:
-    """Print lines to stdout in a single write, with control characters escaped."""
     with above_status(sys.stdout):
         print("\n".join(decorated(printable(line), sys.stdout) for line in lines), flush=True)
 
@@ -276,6 +277,22 @@ def setting_text(value: Any) -> str:
         short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
         return re.sub(r"e([-+]?)0*(?=\d)", r"e\1", short).replace("e+", "e")
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def suggestion(name: str, known: Iterable[str], same: Mapping[str, str] = {}) -> Optional[str]:
+    """Return the known name that a user probably meant, or None.
+
+    It is the name that another one in `same` stands for, or a similar one. Another number or first letter
+    makes another name: fp8 and fp16, dora and lora.
+    """
+    candidates = {standard: standard for standard in known}
+    candidates |= {alias: standard for alias, standard in same.items() if standard in candidates}
+    name = re.sub("[-.]", "_", name[:60].lower().strip("-"))
+    similar = {re.sub("[-.]", "_", each.lower()): each for each in candidates}
+    similar = {each: original for each, original in similar.items()
+               if each[:1] == name[:1] and re.findall(r"\d+", each) == re.findall(r"\d+", name)}
+    best = get_close_matches(name, similar, 1, SIMILAR if len(name) > 6 else SIMILAR_SHORT)
+    return candidates[similar[best[0]]] if best else None
 
 
 def counted(number: int, noun: str) -> str:

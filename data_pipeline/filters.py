@@ -10,7 +10,8 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, identity_of, read_records, texts_in
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading, identity_of, read_records, texts_in
 from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.
@@ -55,7 +56,10 @@ class EvaluationItems:
         hashes = defaultdict(list)  # by length of the runs: the text's number, its hashes
         reading = Reading(advice="correct it, or leave it out")
         for where, record in read_records(Source(path=path, split="", column=""), reading):
-            texts = [words for words in map(words_of, texts_of_item(record)) if len(words) >= LEAST_WORDS]
+            texts = texts_in(record)
+            if isinstance(record.get("ctx"), str) and isinstance(record.get("endings"), list):  # HellaSwag's
+                texts = [f"{record['ctx']} {ending}" for ending in record["endings"]]
+            texts = [words for words in map(words_of, texts) if len(words) >= LEAST_WORDS]
             self.count, self.short = self.count + 1, self.short + (not texts)
             for words in texts:
                 length = min(len(words), OVERLAP_WORDS)
@@ -81,13 +85,6 @@ class EvaluationItems:
                 if f" {run} " in self.texts[item]:  # not a hash collision
                     return f"{run!r} is in {self.origins[item]}"
         return None
-
-
-def texts_of_item(record: dict) -> list[str]:
-    """Return the texts of an evaluation item: context and ending for HellaSwag, else all strings."""
-    if isinstance(record.get("ctx"), str) and isinstance(record.get("endings"), list):
-        return [f"{record['ctx']} {ending}" for ending in record["endings"]]
-    return texts_in(record)
 
 
 evaluation_items = lru_cache(maxsize=1)(EvaluationItems)

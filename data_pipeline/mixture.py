@@ -13,7 +13,7 @@ from common.errors import DataError, SettingsError, unreadable
 from common.files import json_sha256, read_json, write_json
 from common.text import aligned, percent, without_passwords
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_as, read_data_manifest
-from data_pipeline.sources import Source
+from data_pipeline.source_files import Source
 
 LABEL_COLUMNS = 32
 WEIGHT_UNITS = 1 << 24  # sum of a phase's integer weights; position * weight stays below 2^63

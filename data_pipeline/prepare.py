@@ -37,16 +37,8 @@ from data_pipeline.filters import (
 )
 from data_pipeline.remote_data import say_once
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
-from data_pipeline.sources import (
-    LISTED_BAD_RECORDS,
-    Document,
-    Position,
-    Reading,
-    Source,
-    format_of,
-    identify,
-    read_texts,
-)
+from data_pipeline.source_files import Source, format_of, identify
+from data_pipeline.sources import LISTED_BAD_RECORDS, Document, Position, Reading, read_texts
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import (
     HELD_OUT,

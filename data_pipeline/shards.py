@@ -53,10 +53,11 @@ PARQUET = b"PAR1"
 # gzip, bzip2, xz, zstd, zip (of NumPy and torch), pickles, HDF5, Arrow, GGUF
 PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\x80\2}", b"\x80\2]", b"\x80\3",
           b"\x80\4\x95", b"\x80\5\x95", b"\x89HDF", b"ARROW1", b"GGUF")
-WIDTH_SAMPLE, MOST_HIGH_BITS, MOST_TEXTLIKE_BYTES = 1 << 15, 4, 64
+WIDTH_PLACES, WIDTH_SAMPLE, MOST_HIGH_BITS, MOST_TEXTLIKE_BYTES = 8, 1 << 13, 4, 64
 # So many tokens have most of their vocabulary. If all ids are below this share of it, perhaps it is another.
 MANY_TOKENS, LOW_SHARE = 10_000, 0.25
 SCAN_BYTES = 1 << 22
+SHORT_HEADER = 64  # bytes of an unknown header that is found
 FINGERPRINT_BYTES = 4096
 NOT_IDS = 1 << 32  # in place of the size of a vocabulary
 OTHER_OPEN_FILES = 64  # open files of this process besides shards
@@ -547,7 +548,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     is_npy = path.suffix == ".npy" or head.startswith(NPY_MAGIC)
     magic = int.from_bytes(head[:4], "little")
     known = {number: (dtype, version) for dtype, (number, version) in MAGIC_AND_VERSION.items()}
-    is_raw = path.stem.lower() in RAW_NAMES and not is_npy and not is_other_content(head) and (
+    is_raw = path.stem.lower() in RAW_NAMES and not (
+        is_npy or is_other_content(head) or has_header(head, status.st_size)) and (
         len(head) < HEADER_BYTES or any(head[12:]) or not any(head))
     if magic in known:
         if len(head) < HEADER_BYTES:
@@ -594,17 +596,45 @@ def is_other_content(head: bytes) -> bool:
     return is_text or head.startswith((PARQUET, *PACKED))
 
 
+def has_header(head: bytes, size: int) -> bool:
+    """Return whether a file of uint16 begins with a word, or with the number of ids after its header."""
+    fields = {int.from_bytes(head[at:at + width], "little") for at in range(SHORT_HEADER) for width in (4, 8)}
+    counts = {(size - header) // 2 for header in range(4, SHORT_HEADER)}
+    return size > HEADER_BYTES and (re.match(rb"[A-Za-z_]{4}", head) is not None or bool(fields & counts))
+
+
 def check_width(shard: Shard, vocab_size: int) -> None:
-    """Raise DataError if uint16 ids seem to have 1, 4 or 8 bytes, or the other byte order."""
-    middle = max(0, shard.tokens - WIDTH_SAMPLE) // 8 * 4  # the start may be padding
-    numbers, dtype = shard.read(middle, min(shard.tokens, WIDTH_SAMPLE) // 4 * 4).reshape(-1, 4), ""
-    if len(numbers) < 4:
-        return
+    """Raise DataError if uint16 ids seem to have another type, in the whole file or from some place on."""
+    count = min(max(shard.tokens // WIDTH_PLACES, 256), WIDTH_SAMPLE, shard.tokens) // 4 * 4
+    places = np.linspace(0, shard.tokens - count, WIDTH_PLACES + 1).astype(int) // 4 * 4
+    samples = [shard.read(start, count).reshape(-1, 4) for start in {*places.tolist()} if count >= 16]
+    types = {type_of(numbers, vocab_size) for numbers in samples  # unless most of it is padding
+             if np.ptp(numbers) and numbers.any(axis=1).mean() > 0.5}
+    names = [np.dtype(each).name + " (big-endian)" * each.startswith(">") for each in sorted(types)]
+    if len(types) > 1:
+        raise DataError(f"{shard.path}: its ids look like {names[0]} in one place and like {names[1]} in "
+                        "another; tokenize its texts again, into one type")
+    if dtype := "".join(types - {"<u2"}):
+        name = shard.path.name
+        ids = f"numpy.fromfile({name!r}, {dtype!r}, offset={shard.offset}).astype('uint32')"
+        raise DataError(f"{shard.path}: its ids look like {names[0]}, but are read as little-endian uint16, "
+                        f"by its header or without one; run numpy.save({shard.path.stem + '.npy'!r}, {ids}) "
+                        f"in its folder, and remove {name}")
+
+
+def type_of(numbers: np.ndarray, vocab_size: int) -> str:
+    """Return the type that ids seem to have which were read as uint16, in rows of eight bytes."""
+    dtype = "<u2"
     for order, words in (("<", numbers), (">", numbers.byteswap())):
         low, high = (words[:, first::2] for first in ((0, 1) if order == "<" else (1, 0)))
         if high.max() <= MOST_HIGH_BITS < low.max():
             dtype = order + ("u4" if words[:, 2 if order == "<" else 1].any() else "i8")
-    if not dtype and numbers.byteswap().max() < vocab_size <= numbers.max():
+    # The upper byte of an id varies less than the lower one. Of text in bytes, both are alike.
+    low, high = (np.bincount(each.ravel(), minlength=256) / numbers.size
+                 for each in (numbers & 255, numbers >> 8))
+    entropies = [-(each * np.log2(np.maximum(each, 1e-9))).sum() for each in (low, high)]
+    is_swapped = vocab_size <= numbers.max() or entropies[1] > entropies[0] + 1
+    if dtype == "<u2" and is_swapped and numbers.byteswap().max() < vocab_size:
         dtype = ">u2"
     with np.errstate(invalid="ignore"):
         for floats in ("<f2", "<f4", "<f8"):
@@ -612,15 +642,8 @@ def check_width(shard: Shard, vocab_size: int) -> None:
             is_id = (values == np.floor(values)) & (values >= 0) & (values < np.float64(vocab_size))
             if values.any() and is_id.all():
                 dtype = floats
-    low, high = ({*np.unique(each).tolist()} for each in (numbers & 255, numbers >> 8))
-    if low == high and 1 < len(low) and max(low) < 128:  # of a small vocabulary
-        dtype = "<u1"
-    if dtype:
-        order, name = "big" if dtype[0] == ">" else "little", shard.path.name
-        ids = f"numpy.fromfile({name!r}, {dtype!r}, offset={shard.offset}).astype('uint32')"
-        raise DataError(f"{shard.path}: its ids look like {order}-endian {np.dtype(dtype).name}, but are "
-                        "read as little-endian uint16, by its header or without one; run "
-                        f"numpy.save({shard.path.stem + '.npy'!r}, {ids}) in its folder, and remove {name}")
+    is_text = not (low + high)[128:].any() and np.minimum(low, high)[1:].sum() > low[1:].sum() / 2
+    return "<u1" if is_text else dtype
 
 
 def _npy_header(path: Path) -> tuple[str, int, int]:

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer as Library
 
 from common.errors import DataError, PaddockError
 from data_pipeline.shards import Tokens
-from data_pipeline.sources import Reading, Source
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading
 from tokenizer import OTHER_CHARACTERS, Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")

@@ -11,6 +11,7 @@ import torch
 from checkpoint import schema
 from common.activity import phase
 from common.files import json_sha256
+from dataloaders import validation_batches
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from learn.objectives import Objective, sums_by_item
 from model import Transformer
@@ -98,9 +99,6 @@ def evaluate(run: Run) -> None:
         metrics.update(extension.evaluate(run))
 
 
-# ------------------------------------------------------------------------------------------ validation
-
-
 @torch.no_grad()
 @collective
 def validation_loss(model: Transformer, objective: Objective, batches: Iterable, context: RunContext,
@@ -153,7 +151,8 @@ def validation(run: Run) -> Result:
     elif config.training_stage == "sft" and config.document_mask:
         kind = "chats"
     per_rank = -(-rows // (config.micro_batch_size * ranks.world_size))
-    batches = inputs.validation_batches(config, ranks)
+    batches = validation_batches(inputs.validation_rows, rows, config.micro_batch_size, ranks.device,
+                                 ranks.rank, ranks.world_size)
     if prepare:  # KTO's reference point is that of all rows
         batches = prepare([*batches], run.progress.step).batches
     loss, others, by_item = validation_loss(
@@ -180,9 +179,6 @@ def validation(run: Run) -> Result:
     if "reward_accuracy" in by_item:
         line["preferred"] = schema.packed_bits(by_item["reward_accuracy"] > 0)
     return Result(metrics, line, " | ".join(summary), table)
-
-
-# -------------------------------------------------------------------------------------- multiple choice
 
 
 @collective

@@ -421,7 +421,13 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
 
     `gradients` is the size of all gradients of a rank.
     """
-    answering, config = config, as_trained(config)
+    # GRPO joins short answers to a prompt in the rows that a step trains on.
+    answering, together = config, answers_per_row(config)
+    rows = config.micro_batch_size // together
+    length = config.max_seq_len + (together - 1) * config.answer_tokens
+    config = config.model_copy(update={
+        "micro_batch_size": rows, "max_seq_len": length,
+        "total_batch_size": rows * config.accumulation_steps * config.world_size * length})
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     chunks = -(-tokens // tokens_in_chunk(config.head_chunk_tokens, padded(vocab_size), device_type))
@@ -481,15 +487,6 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     if config.training_stage == "grpo":
         phases.append((gradients, 0, generation_bytes(answering, vocab_size, compute_bytes, device_type)))
     return max(phases, key=sum)
-
-
-def as_trained(config: Config) -> Config:
-    """Return the config with the rows that a step trains on: GRPO joins short answers to a prompt."""
-    rows = config.micro_batch_size // answers_per_row(config)
-    length = config.max_seq_len + (answers_per_row(config) - 1) * config.answer_tokens
-    changes = {"micro_batch_size": rows, "max_seq_len": length,
-               "total_batch_size": rows * config.accumulation_steps * config.world_size * length}
-    return config.model_copy(update=changes)
 
 
 def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_type: str = "cuda",

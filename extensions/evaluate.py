@@ -23,7 +23,7 @@ from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
-from data_pipeline.chats import LENGTH_SHIFT, TARGET
+from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate

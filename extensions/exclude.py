@@ -21,10 +21,11 @@ from common.activity import tick
 from common.errors import CheckpointError, DataError
 from common.text import counted
 from config import Config
-from data_pipeline.chats import kind_of_examples
+from data_pipeline.examples import kind_of_examples
 from data_pipeline.prepare import DOCUMENTS, cut_tails, read_prepared
 from data_pipeline.shards import dtype_for
-from data_pipeline.sources import Reading, Source
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading
 from data_pipeline.workers import TOKENIZERS, PreparationOptions, WorkerSpec
 from dataloaders import Batch, Rows, SourceRows, WrappedRows
 from extensions.report.numbers import number_text

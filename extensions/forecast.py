@@ -40,7 +40,7 @@ from parallel.process import ERROR_FILE
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import TOKENS_PER_PARAMETER
 from plan.layers import PRESETS_DIR
-from plan.make import Facts, Plan, complete, make_plan
+from plan.make import Plan, complete, make_plan
 from plan.starts import Known, Start
 from run.build import adapted_on_meta
 from run.extensions import Extension, load_extensions
@@ -226,7 +226,7 @@ class Check:
             self.planned = plan
         with suppress(PaddockError):  # check_inputs reports it
             device = "cuda" if self.config.device_memory else model_utils.choose_device(self.planned.config)
-            self.planned = complete(self.planned, Facts(device, count_rows(self.planned)))
+            self.planned = complete(self.planned, device, count_rows(self.planned))
         self.config = self.planned.config
 
     @contextmanager
@@ -324,7 +324,7 @@ class Check:
             text = f"random weights; the run's folder is {run_dir}"
             if start.kind == "new" and (config.training_stage != "pretrain" or config.lora_enabled):
                 text = "initial weights: the settings name no checkpoint"
-            if start.continues:
+            if start.kind == "continue":
                 step = start.step if start.is_own or config.start_step is None else config.start_step
                 left = f"{max(0, config.max_steps - step):,} of {counted(config.max_steps, 'step')} left"
                 text = f"from {start.folder}, {left}"
@@ -394,7 +394,7 @@ class Check:
         config, start, inputs = self.config, self.start, self.inputs
         tokens, optimal, ratio = config.max_steps * config.total_batch_size, 0, ""
         has_weights = start is not None and start.folder is not None and not (
-            start.continues and start.state["progress"].get("begun_from") is None)
+            start.kind == "continue" and start.state["progress"].get("begun_from") is None)
         if config.training_stage == "pretrain" and not (config.lora_enabled or has_weights):
             ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
                      "compute-optimal according to Chinchilla)")

@@ -43,7 +43,7 @@ from extensions.decide import standard_error
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
 from extensions.report.numbers import number_text
-from extensions.rewards import ANSWERS, answer_column, text_of, with_answer
+from extensions.rewards import ANSWERS, BUILT_IN, answer_column, text_of, with_answer
 from extensions.settings import answered_together, answers_per_row, reward_terms
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
@@ -94,17 +94,22 @@ class Rewards:
     def check(self, examples: Sequence[tuple[str, str]], advice: str) -> list[str]:
         """Return notes on the columns of prompts with records; raise an error if all lack one.
 
-        The functions declare these, and are called with the reference answer to the first prompt.
+        The functions declare these, and are called with the reference answers to the first prompts.
         """
         self.start()
         read = [json.loads(record) for _, record in examples]
         records = [*map(with_answer, read)]
         lacking = Counter(name for each in records for name in self.columns if each.get(name) is None)
         missing, notes = [name for name, count in lacking.items() if count == len(records)], []
-        if not missing:
-            reply = self(examples[0][0], str(records[0].get("answer", "")), examples[0][1])
-            asked = re.match("KeyError: '(.+?)'", reply) if isinstance(reply, str) else None
+        replies = [self(prompt, str(each.get("answer", "")), record) for (prompt, record), each
+                   in zip(examples[:SHOWN_FAILURES], records) if not missing]
+        failures = [reply for reply in replies if isinstance(reply, str)]
+        if replies and len(failures) == len(replies):
+            asked = re.match("KeyError: '(.+?)'", failures[0])
             missing = [name for name in asked.groups() if name not in records[0]] if asked else []
+            notes.append(f"{self.setting} fails for the records' own answers: {failures[0]}")
+            if not missing and {*self.names} <= BUILT_IN.keys():
+                raise SettingsError(f"{notes[-1]}; correct the data, or set another REWARD")
         if missing:
             raise SettingsError(f"{self.setting} reads a column {missing[0]!r}, but the records have no "
                                 f"{missing[0]!r}: they have {columns_of(read[0])}; "

@@ -64,30 +64,10 @@ SCHEDULE = ("lr_schedule", "decay_fraction", "min_learning_rate", "warmup_steps"
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 MOST_YAML_VALUES = 100_000
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
-OTHER_FORMATS = {
-    r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
-    r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
-    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
-    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
-                         "and the tokenizer's files to the result",
-    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
-                               "the trainer's own converter",
-    r"[^/]+\.gguf": "import llama.cpp's {0} with {1}/{0} FOLDER",
-    r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
-                           "model.safetensors",
-    r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
-                                "transformers' from_pretrained, write another with save_pretrained, and copy "
-                                "the tokenizer's files to it",
-    r"adapter_model\.bin": "{0} has pickled weights, which can run code; load the adapters with PEFT's "
-                          "from_pretrained, and write others with save_pretrained",
-    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
-        "(nanochat?); convert it to transformers' format with that trainer's tools"}
+OTHER_FORMATS: dict[str, str] = _TABLES["files"]
 VALUE_ALIASES |= _TABLES["values"]
 # Fields of config.json that change nothing here: others decide, or only other programs read them.
-WITHOUT_EFFECT = set(
-    "model_type transformers_version _name_or_path use_cache dtype torch_dtype bos_token_id eos_token_id "
-    "pad_token_id return_dict output_hidden_states output_attentions chunk_size_feed_forward "
-    "is_encoder_decoder id2label label2id num_labels problem_type".split())
+WITHOUT_EFFECT = {*_TABLES["without_effect"].split()}
 
 
 def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
@@ -174,7 +154,14 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     if re.sub("-", "_", alias.rpartition(".")[2].lower()) == "resume":  # litgpt's, which is true or false
         alias = "resume_from_checkpoint"
     form = known_form(alias)
-    value = "0" if value is None and form in UNLIMITED else value
+    setting = ALIASES.get(form, form)
+    if value is None and form in UNLIMITED:
+        layer.put(setting, "0", where)
+        layer.named[form] = ("0", where)
+        layer.notes[setting] = f"{shortened(alias)} without a value is no limit: {setting.upper()}=0"
+    elif value is None and setting in LEARNING:
+        before = layer.notes.get("null", "Without a value, so that other layers or defaults decide:")
+        layer.notes["null"] = f"{before} {shortened(alias)}"
     if value in (None, ""):
         return form is not None
     value = str(value).lower() if isinstance(value, bool) else value

@@ -187,9 +187,13 @@ class Phases:
         left_out = ["communication"] * (self.run.ranks.world_size == 1)
         left_out += [phase for phase in ONLINE_PHASES if not means[phase]]
         means = {phase: seconds for phase, seconds in means.items() if phase not in left_out}
-        return {"step_seconds": step_seconds,
-                **{f"{phase}_seconds": seconds for phase, seconds in means.items()},
-                **fastest_and_slowest(every[:, :STEP_PHASES.index("backward")].sum(1))}
+        metrics = {"step_seconds": step_seconds,
+                   **{f"{phase}_seconds": seconds for phase, seconds in means.items()}}
+        if len(every) > 1:  # the ranks that need least and most for what they do without waiting in a step
+            seconds_R = every[:, :STEP_PHASES.index("backward")].sum(1)
+            for name, rank in (("fastest", seconds_R.argmin()), ("slowest", seconds_R.argmax())):
+                metrics |= {f"{name}_rank": int(rank), f"{name}_rank_seconds": float(seconds_R[rank])}
+        return metrics
 
     def _compare(self, every: np.ndarray, step_seconds: float) -> None:
         own_RP, variance_RP = every[:, :len(COMPARED)], every[:, len(COMPARED):-1]
@@ -232,15 +236,6 @@ class Phases:
         steps = sum(percent[phase] for phase in STEP_PHASES)
         pauses = [f"{phase} {percent[phase]:.1f} %" for phase in PAUSES if seconds[phase]]
         return ", ".join([f"steps {steps:.1f} % ({', '.join(in_steps)})", *pauses])
-
-
-def fastest_and_slowest(seconds_R: np.ndarray) -> dict[str, float]:
-    """Return the metrics of the ranks that need least and most for what they do without waiting in a step."""
-    if len(seconds_R) < 2:
-        return {}
-    fastest, slowest = int(seconds_R.argmin()), int(seconds_R.argmax())
-    return {"fastest_rank": fastest, "fastest_rank_seconds": float(seconds_R[fastest]),
-            "slowest_rank": slowest, "slowest_rank_seconds": float(seconds_R[slowest])}
 
 
 def table_of(steps: Sequence[Counter[str]], phases: Sequence[str]) -> np.ndarray:

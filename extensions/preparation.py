@@ -27,10 +27,10 @@ from common.files import read_json, read_text
 from common.text import ROOT, is_url
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
-from data_pipeline.chats import ExampleSet, examples_of
+from data_pipeline.examples import ExampleSet, examples_of
 from data_pipeline.prepare import JOURNAL, progress_bar
 from data_pipeline.shards import MANIFEST, MIXTURE, Manifest, TokenSet, first_fault
-from data_pipeline.sources import format_of, local_files, source_of
+from data_pipeline.source_files import format_of, local_files, source_of
 from data_preparation_utils import NAMES, prepare_from_flags
 from extensions.report.data import holder_runs
 

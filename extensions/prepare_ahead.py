@@ -23,7 +23,7 @@ from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
 from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline import shards
-from data_pipeline.chats import ExampleSet
+from data_pipeline.examples import ExampleSet
 from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
 from dataloaders import (

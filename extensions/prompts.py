@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import DataError
 from common.text import counted
 from config import Config
-from data_pipeline.chats import ExampleSet
+from data_pipeline.examples import ExampleSet
 from dataloaders import OPENERS, Batch, SourceRows, permute
 from model_kernels.head import IGNORE_INDEX
 

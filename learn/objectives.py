@@ -171,7 +171,6 @@ def answer_lengths(batch) -> Tensor:
 
 
 def is_pair(length_BP2: Tensor) -> Tensor:
-    """Return (B, P): True for a pair, False for padding."""
     return (length_BP2 > 0).all(dim=-1)
 
 

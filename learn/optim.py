@@ -84,7 +84,11 @@ class Reducer:
     def reduce(self, units: Tensor) -> Tensor:
         """Complete the gradients; return 0, or the largest one if they did not fit a scale, on the device."""
         if self.is_sharded:
-            fsdp.average_vectors(self.model, self.ranks)
+            gradients = [parameter.grad for parameter in self.model.parameters()  # those that FSDP ignores
+                         if parameter.grad is not None and not fsdp.is_divided(parameter)]
+            if gradients:
+                shares = nn.utils.parameters_to_vector(gradients) / self.ranks.world_size
+                nn.utils.vector_to_parameters(self.ranks.all_reduce(shares), gradients)
         return torch.zeros_like(units)
 
     def rescale(self, progress: SavedProgress, misfit: float) -> None:
@@ -128,7 +132,6 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
 
 @collective
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the global gradient norm."""
     return fsdp.total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
@@ -182,7 +185,6 @@ class GroupOptimizer:
             group["lr"] = lr * group["factor"]
 
     def step(self) -> None:
-        """Update the parameters that have a gradient."""
         raise NotImplementedError
 
 

@@ -208,12 +208,10 @@ class ChunkedHead:
         self.gradient_of_logprob = gradient_of_logprob
 
     def compile(self) -> None:
-        """Compile the computations over the vocabulary."""
         for name in ("logprob_and_gradient", "logprob_and_lse", "gradient_of_logprob"):
             setattr(self, name, torch.compile(getattr(self, name)))
 
     def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
-        """Return slices of positions whose logits are computed together."""
         return slices(len(hidden_MD), tokens_in_chunk(self.positions, len(weight_VD), hidden_MD.device.type))
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,

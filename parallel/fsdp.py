@@ -73,10 +73,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 
 class Hidden:
-    """Arguments of a forward that fully_shard does not see: it would copy the document ids to the GPU.
-
-    The host reads them.
-    """
+    """Arguments that fully_shard does not see: it would copy the document ids, which the host reads."""
 
     def __init__(self, args: tuple, named: dict):
         self.args, self.named = args, named
@@ -240,21 +237,10 @@ def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
 # ------------------------------------------------------------------------------------- gradients
 
 
-@collective
-def average_vectors(model: nn.Module, ranks: Ranks) -> None:
-    """Average the gradients that `fully_shard` ignores."""
-    gradients = [parameter.grad for parameter in model.parameters()
-                 if parameter.grad is not None and not is_divided(parameter)]
-    if gradients:
-        mean = ranks.all_reduce(nn.utils.parameters_to_vector(gradients) / ranks.world_size)
-        nn.utils.vector_to_parameters(mean, gradients)
-
-
 def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tensor:
     """Return the global norm of the tensors, in float32. Collective within a shard group if some are divided.
 
-    Args:
-        norms: those of the tensors' local rows, if they are known.
+    `norms` are those of the tensors' local rows, if they are known.
     """
     tensors = [*tensors]
     norms = [*norms] or [*torch._foreach_norm([*map(local_rows, tensors)], 2, torch.float32)]

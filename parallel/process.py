@@ -15,13 +15,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional
 
 from common import interrupts
-from common.errors import SettingsError
 from common.text import print_safely, print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -89,7 +88,6 @@ def leaving_what_is_stuck() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -101,14 +99,6 @@ def rank_note() -> str:
     values = ", ".join(f"{name}={os.environ[name]}" for name in names)
     return (f"the environment has {values}, as for one rank of a job, which also needs MASTER_ADDR and "
             f"MASTER_PORT. If an earlier job left this there: unset {' '.join(names)}")
-
-
-def check_ranks(environ: Mapping[str, str]) -> None:
-    """Raise SettingsError if the environment names one of several ranks, but not where they meet."""
-    ranks = [environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")]
-    is_single = ranks == ["0", "0"] and ("RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
-    if rank_note() and not is_single and not all(map(environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
-        raise SettingsError(rank_note())
 
 
 def restart_info() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
 from common.command_line import VERSION, filled
 from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
-from config import CORE_SECTIONS, EXTENSION_SECTIONS, on_resume
-from parallel.process import check_ranks, choose_waiting, configure_allocator, first_on_machine, rank_note
+from config import CORE_SECTIONS, EXTENSION_SECTIONS, Config, on_resume
+from parallel.process import choose_waiting, configure_allocator, first_on_machine, rank_note
 from plan import derived
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
@@ -78,10 +78,7 @@ def find_run(name: str, argv: Sequence[str] = ()) -> Path:
 
 
 def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
-    """Return the plan on rank 0, or its error, which the other ranks will receive; None on other ranks.
-
-    Exits after --help and --version.
-    """
+    """Return the plan on rank 0, or its error, which the other ranks will receive; None on other ranks."""
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
             if first:
@@ -89,12 +86,14 @@ def plan_on_rank0(argv: Sequence[str], usage: str) -> Planned:
         raise SystemExit(0)
     env_file = Path(read_flags(argv).env_file or ".env")
     exports = read_env_file(env_file, os.environ).exports if env_file.is_file() else {}
-    try:
-        check_ranks({**exports, **os.environ})
-    except SettingsError as error:
-        exit_with(error)
+    # One of several ranks must know where they meet.
+    environ, note = {**exports, **os.environ}, rank_note()
+    is_single = {environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")} == {"0"} and (
+        "RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1")
+    if note and not is_single and not all(map(environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
+        exit_with(SettingsError(note))
     if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
-        set_variables(exports)
+        export(Plan(Config(), {}, exports=exports))
         return None
     try:
         plan = make_plan(argv)
@@ -119,13 +118,8 @@ def exit_with(error: PaddockError) -> NoReturn:
 
 
 def export(plan: Plan) -> None:
-    """Export `.env`'s library variables, before the libraries are imported."""
-    set_variables(plan.exports, derived.huge_pages_pay(plan.config))
-
-
-def set_variables(exports: Mapping[str, str], huge_pages: bool = False) -> None:
-    """Set variables for libraries, unless the environment has them."""
-    for name, value in exports.items():
+    """Set `.env`'s variables for libraries, unless the environment has them, before these are imported."""
+    for name, value in plan.exports.items():
         os.environ.setdefault(name, value)
-    configure_allocator(huge_pages)
+    configure_allocator(derived.huge_pages_pay(plan.config))
     choose_waiting()

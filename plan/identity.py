@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from checkpoint.manifest import DTYPES, tensors_in
-from checkpoint.model_json import describing, refuse_adapters, weight_files
+from checkpoint.model_json import SCALING_FIELDS, refuse_adapters, weight_files
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import LARGEST_TEXT, json_sha256, plain
-from config import ModelConfig
+from config import SCALING_SETTINGS, ModelConfig, on_resume
 
 TORCH_NAMES = {code: f"torch.{name}" for name, code in DTYPES.items()}  # which the hashes contain
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -32,10 +32,19 @@ def differences(one: Identity, other: Identity) -> list[str]:
     return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
 
 
-def model_identity(weights: str, config: ModelConfig, tokenizer_sha256: str = "") -> dict[str, str]:
+def model_identity(weights: str, c: ModelConfig, tokenizer_sha256: str = "") -> dict[str, str]:
     """Return the identity of a model with this hash of its weights, as a run with this config uses it."""
+    # The settings that decide what a model computes, in a normal form, and the shapes of a block.
+    layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
+    varying = {"head_width", *SCALING_SETTINGS}
+    varying -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
+    fixed = [name for name in ModelConfig.model_fields if on_resume(name) == "fixed" and name not in varying]
+    described = {name.upper(): getattr(c, name) for name in fixed} | c.block_shapes | {
+        "HEAD_WIDTH": c.head_dim, "FFN_DIM": c.hidden_dim, "SLIDING_EVERY": None,
+        "SLIDING_WINDOW": [c.sliding_window if c.slides(layer) else None for layer in layers],
+        "NO_ROPE_EVERY": [c.rotates(layer) for layer in layers]}
     tokenizer = {"tokenizer": tokenizer_sha256} if tokenizer_sha256 else {}
-    return {"weights": weights, "config": json_sha256(describing(config)), **tokenizer}
+    return {"weights": weights, "config": json_sha256(described), **tokenizer}
 
 
 class StoredTensor(NamedTuple):

@@ -13,21 +13,11 @@ import yaml
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 
-from common.command_line import suggestion
 from common.files import read_text
+from common.text import suggestion
 from config import DROPPED, MODEL_SETTINGS, START_FROM, Config, extension_module
 from parallel.process import RESTART
-from plan.names import (
-    OPTIONAL,
-    forms,
-    may_stand_alone,
-    misspelled,
-    shortened,
-    standard,
-    unknown,
-    unknown_flag,
-    validate,
-)
+from plan import names
 
 OTHER_TRAINERS = extension_module("other_trainers")  # None without extensions/
 # The separators of settings with several values, which may be lists in JSON and YAML.
@@ -77,8 +67,8 @@ class Layer:
         """Set a value; a second one for a setting is an error, unless another trainer's name implies it."""
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         value = SEPARATORS[name].join(value) if is_list and SEPARATORS[name] else value
-        if (ours := standard(name, value)) != value and isinstance(value, str):
-            self.notes[f"{name}={value}"] = f"{name.upper()}={shortened(value)} is our {ours}"
+        if (ours := names.standard(name, value)) != value and isinstance(value, str):
+            self.notes[f"{name}={value}"] = f"{name.upper()}={names.shortened(value)} is our {ours}"
             value = ours
         first, before = self.values.get(name, (value, ""))
         may_repeat = is_implied or name in self.implied or before == where and where[-1].isdigit()  # YAML
@@ -124,11 +114,13 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         earlier[key] = value = "".join(atom.resolve(known) for atom in atoms)
         name = key.lower() if key.lower() in Config.model_fields else key
         if unset:
-            layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
-                                  "environment nor in an earlier line; set it, or write ${NAME:-default}")
-        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
+            layer.problems.append(f"{where}: {names.shortened(key)} uses a variable that is set neither in "
+                                  "the environment nor in an earlier line; set it, or write "
+                                  "${NAME:-default}")
+        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name)
+                                                   or names.misspelled(name)):
             if not accept(layer, key, value, where):
-                layer.refuse(key, unknown(where, key))
+                layer.refuse(key, names.unknown(where, key))
         elif name in set_at:
             layer.problems.append(
                 f"{where}: {key} is set a second time (first at {set_at[name]}); keep one")
@@ -176,20 +168,20 @@ def read_config_file(path: Path) -> Layer:
 
     def add(pairs: tuple, section: str = "") -> None:
         for key, value, *line in pairs:
-            name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
-            is_section_of_ours = forms(section + key)[0] in Config.model_fields  # data.seed
+            name, where = key.lower().replace("-", "_"), f"{path}: {names.shortened(section + key)}"
+            is_section_of_ours = names.forms(section + key)[0] in Config.model_fields  # data.seed
             where = f"{path}:{line[0]}" if line else where
             if isinstance(value, tuple):
                 add(value, f"{section}{key}.")
             elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
             elif (name not in Config.model_fields or section and is_section_of_ours
+                  or value is None and line and name not in names.OPTIONAL  # such as `max_grad_norm:` in YAML
                   or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
-                file = f"{path} in {shortened(section[:-1])}" if section else str(path)
+                file = f"{path} in {names.shortened(section[:-1])}" if section else str(path)
                 if not accept(layer, section + key, value, where) and value is not None:
-                    layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
-            elif value is None and line and name not in OPTIONAL:
-                continue  # `lora_target_modules:` in YAML
+                    advice = names.advice(section + key)
+                    layer.refuse(name.upper(), names.unknown(where if line else file, key, "setting", advice))
             else:
                 layer.put(name, value, where)
 
@@ -208,21 +200,21 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
             # Do not quote the text after "=": it may be a secret.
-            layer.problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name "
-                                  "value, such as --pretrain-data-path book.txt")
+            layer.problems.append(f"command line: {names.shortened(flag + has_value)} has no name; write "
+                                  "--name value, such as --pretrain-data-path book.txt")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or may_stand_alone(name)):
+        elif not has_value and (name == "check" or names.may_stand_alone(name)):
             value, has_value = "true", "="
 
         is_ours = name in known or name in script_flags or not has_value
         if not is_ours and flag.startswith("--") and accept(layer, name, value, "command line"):
             continue
         if not flag.startswith("--") or name not in known:
-            layer.refuse(flag, unknown_flag(flag, (*known, *script_flags)))
+            layer.refuse(flag, names.unknown_flag(flag, (*known, *script_flags)))
         elif not has_value or (value == "" and name in ("env_file", "config")):
             layer.problems.append(f"command line: {flag} needs a value")
         elif name == "check":
@@ -238,10 +230,10 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
     return layer
 
 
-def read_preset(names: str, where: str) -> Layer:
+def read_preset(listed: str, where: str) -> Layer:
     """Return the settings of one or several comma-separated presets."""
     layer, known = Layer(), {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
-    for name in filter(None, (part.strip() for part in names.split(","))):
+    for name in filter(None, map(str.strip, listed.split(","))):
         if name in known:
             preset = read_env_file(known[name])
             layer.values |= preset.values
@@ -251,7 +243,7 @@ def read_preset(names: str, where: str) -> Layer:
             guess = suggestion(name, known)
             advice = f"did you mean {guess}? " if guess else ""
             layer.problems.append(
-                f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
+                f"{where}: unknown preset {names.shortened(name)}; {advice}known: {', '.join(known)}")
     return layer
 
 
@@ -270,7 +262,7 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
               Layer(environment, for_this_start=True), flags]
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
-    config, preset_pair = validate(given)[0], given.get("preset")
+    config, preset_pair = names.validate(given)[0], given.get("preset")
     own = Path(config.output_dir) / (config.run_name or "-") / "checkpoints"
     is_new = (is_run and config.training_stage == "pretrain" and not SIZES & given.keys()
               and (config.debug or config.preset)
@@ -299,7 +291,6 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
 
 
 def means_elsewhere(layer: Layer) -> bool:
-    """Return whether a layer has names or values of other trainers."""
     values = {(name, str(value).lower()) for name, (value, _) in layer.values.items()}
     is_theirs = layer.named or any(isinstance(value, tuple) for value, _ in layer.values.values())
     return bool(is_theirs or values & ELSEWHERE or layer.for_this_start and values & TYPED_ELSEWHERE)

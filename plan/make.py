@@ -13,7 +13,7 @@ written, and torch is not needed. A plan decides in this order, and so do the fu
      presets before the record. So `.env` can lengthen a run, but not change its LEARNING_RATE. One line lists
      what is not used. A path counts as the same if its content is.
 4. `fill_in`: unset settings follow from DEPTH, the start, the stage and the number of steps (derived.py).
-5. `check`: rules between settings (config.py), and what is probably a mistake (messages.py).
+5. Rules between settings are checked (config.py), and what is probably a mistake is a warning (messages.py).
 
 `complete` adds what depends on facts: the number of rows, then the hardware. run/facts.py collects them, and
 compares a continued run with its record.
@@ -22,26 +22,16 @@ compares a continued run with its record.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from common.errors import PaddockError, SettingsError
 from common.text import counted
 from config import START_FROM, Config, batch_rules, input_rules, path_rules, rules
-from plan import derived
+from plan import derived, messages
 from plan.identity import Identity
 from plan.layers import LENGTH, Layer, Values, exported, read_flags, read_layers
-from plan.messages import (
-    assigned,
-    cautions,
-    launch_problems,
-    no_step_left,
-    notes_on_layers,
-    notes_on_names,
-    notes_on_start,
-    without_extension,
-    without_switch,
-)
 from plan.names import shortened, validate
 from plan.resume_rules import applies, recorded_settings
 from plan.starts import Asked, Known, Start, check_model, find_start, model_of_start
@@ -98,7 +88,6 @@ class Draft:
     config: Config = Config()
     asked: Optional[Asked] = None
     start: Start = Start()
-    error: Optional[PaddockError] = None  # why the run cannot start there
     recorded: dict[str, Any] = field(default_factory=dict)  # settings that a continued run keeps
     unused: Values = field(default_factory=dict)  # of `--config`, `.env` and presets, which these override
     sources: dict[str, str] = field(default_factory=dict)  # where each setting comes from, or what implies it
@@ -117,33 +106,60 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
-    draft = Draft(read_layers(flags, environ, complete))
+    layers = read_layers(flags, environ, complete)
+    draft = Draft(layers)
     take_explicit(draft)
     if complete:
         choose_start(draft, known)
         keep_record(draft)
     fill_in(draft)
-    config = draft.config
-    # A plan for other hardware needs neither data, a tokenizer nor a base.
+
+    # Rules. A plan for other hardware needs neither data, a tokenizer nor a base.
+    config, given, start, problems = draft.config, draft.given, draft.start, faults(draft)
     elsewhere = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
-    check(draft, environ, flags.check, elsewhere, complete)
-    return Plan(config, draft.sources, draft.start, notes=tuple(draft.notes), warnings=tuple(draft.warnings),
+    missing = [*input_rules(config)] if elsewhere else []
+    if complete:
+        conflicts = [] if "max_steps" in draft.deferred else [*messages.no_step_left(start, config)]
+        conflicts += [*messages.launch_problems(config, environ, flags.check),
+                      *rules(config, shape_is_unknown=start.download is not None),
+                      *messages.without_extension(config, given)]
+        if {*LENGTH} <= given.keys():
+            conflicts.append(f"EPOCHS={given['epochs'][0]} and MAX_STEPS={given['max_steps'][0]} are both "
+                             "set; keep one")
+        if "distillation_enabled" not in draft.unused:
+            conflicts += messages.without_switch(config, layers, "teacher_model", "distillation_enabled")
+        # Omit conflicts with a setting whose value is invalid.
+        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in draft.invalid) or "(?!)")
+        problems += [each for each in conflicts if each not in missing and not names.search(each)]
+    if problems:
+        raise SettingsError(*problems)
+
+    draft.notes += messages.notes_on_layers(layers, given, environ)
+    if complete:
+        draft.notes += messages.notes_on_start(start, config, draft.sources)
+        if start.kind == "from" and start.folder:
+            draft.warnings += check_model(start, config, draft.sources)
+    draft.warnings += [*messages.cautions(config, layers, environ, draft.deferred), *missing]
+    return Plan(config, draft.sources, start, notes=tuple(draft.notes), warnings=tuple(draft.warnings),
                 deferred=tuple(draft.deferred), check=flags.check, for_other_hardware=elsewhere,
-                exports=exported(draft.layers))
+                exports=exported(layers))
+
+
+def faults(draft: Draft) -> list[str]:
+    """Return what is wrong with single names and values."""
+    return [problem for layer in draft.layers for problem in layer.problems] + [*draft.invalid.values()]
 
 
 def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
     draft = Draft(read_layers(read_flags(argv), os.environ))
     take_explicit(draft)
-    choose_start(draft, Known())
-    keep_record(draft)
+    with suppress(PaddockError):
+        choose_start(draft, Known())
+        keep_record(draft)
     values = {name: value for name, (value, _) in draft.given.items()} | draft.recorded
     return ({name: str(value) for name, value in values.items() if value is not None},
             {**exported(draft.layers), **os.environ})
-
-
-# ------------------------------------------------------------------------------------- 1. explicit settings
 
 
 def take_explicit(draft: Draft) -> None:
@@ -152,7 +168,13 @@ def take_explicit(draft: Draft) -> None:
     at = {name: number for number, layer in enumerate(layers) for name in layer.values}
     given = draft.given = {name: layers[number].values[name] for name, number in at.items()}
     draft.for_this_start = frozenset(name for name, number in at.items() if layers[number].for_this_start)
-    draft.notes += notes_on_names(layers, given)
+    for layer in layers:  # what names of other trainers set
+        for name, note in layer.notes.items():
+            if name not in Config.model_fields or name in given and given[name] is layer.values.get(name):
+                draft.notes.append(note)
+            elif name in given:
+                value, where = given[name]
+                draft.notes.append(f"{note}, replaced by {shortened(str(value))} ({where})")
 
     # MAX_STEPS and EPOCHS are one setting: the one in the higher layer counts.
     length, invalid = validate(given)
@@ -166,9 +188,6 @@ def take_explicit(draft: Draft) -> None:
     draft.config, draft.invalid = validate(given)
 
 
-# ----------------------------------------------------------------------------------------------- 2. the start
-
-
 def choose_start(draft: Draft, known: Known) -> None:
     """Find the start that the settings name.
 
@@ -179,8 +198,8 @@ def choose_start(draft: Draft, known: Known) -> None:
     at = {name: number for number, layer in enumerate(draft.layers) for name in layer.values}
     for name in [name for name in START_FROM if name in given and getattr(config, name) is None]:
         del given[name]
-    named = sorted(config.start_settings, key=at.__getitem__, reverse=True)
-    named = [name for name in config.start_settings if at[name] == at[named[0]]] if named else []
+    highest = max((at[name] for name in config.start_settings), default=0)
+    named = [name for name in config.start_settings if at[name] == highest]
     replaced = [name for name in config.start_settings if name not in named]
     if others := [*named[1:], *replaced]:
         places = [f"{name.upper()} ({given[name][1]})" for name in (named[0], *others)]
@@ -192,17 +211,16 @@ def choose_start(draft: Draft, known: Known) -> None:
     draft.asked = Asked(draft.config, named[0] if named else None, places, draft.for_this_start)
     try:
         draft.start = find_start(draft.asked, known, draft.warnings.append)
-    except PaddockError as error:
-        draft.error = error
-
-
-# ---------------------------------------------------------------------------------------------- 3. the record
+    except PaddockError:
+        if problems := [*faults(draft), *path_rules(draft.config)]:  # which may be why
+            raise SettingsError(*problems) from None
+        raise
 
 
 def keep_record(draft: Draft) -> None:
     """Leave out what a continued run's record overrides, and add what it keeps."""
     start = draft.start
-    if not start.continues:
+    if start.kind != "continue":
         return
     used = {name: pair for name, pair in draft.given.items() if applies(name, draft.asked, start)}
     draft.unused = {name: pair for name, pair in draft.given.items() if name not in used}
@@ -220,9 +238,6 @@ def keep_record(draft: Draft) -> None:
     draft.config.model_fields_set.difference_update(  # nobody chose a default in the record
         name for name in {*draft.recorded} - {"max_steps"}
         if draft.recorded[name] == Config.model_fields[name].default)
-
-
-# ------------------------------------------------------------------------------------------ 4. unset settings
 
 
 def fill_in(draft: Draft) -> None:
@@ -260,67 +275,22 @@ def fill_in(draft: Draft) -> None:
               f"{stage} {'set' if width else 'sets'}": by_stage,
               "From the prepared data or the start checkpoint:": by_start,
               f"MAX_STEPS={config.max_steps} sets": by_length, f"N_HEADS={config.n_heads} sets": by_heads}
-    draft.notes += [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
+    draft.notes += [f"{how} {text}" for how, values in chosen.items() if (text := messages.assigned(values))]
     draft.notes += notes_on_model
 
 
-# --------------------------------------------------------------------------------------------------- 5. rules
-
-
-def check(draft: Draft, environ: Mapping[str, str], is_check: bool, elsewhere: bool, complete: bool) -> None:
-    """Raise one error with all problems. Without any, add notes and warnings."""
-    config, given, layers, start = draft.config, draft.given, draft.layers, draft.start
-    problems = [problem for layer in layers for problem in layer.problems] + [*draft.invalid.values()]
-    missing = [*input_rules(config)] if elsewhere else []
-    if draft.error:  # a start may complete the settings: only what conflicts in any case is reported first
-        problems += path_rules(config)
-    elif complete:
-        messages = [*launch_problems(config, environ, is_check),
-                    *rules(config, shape_is_unknown=start.download is not None),
-                    *without_extension(config, given)]
-        if "max_steps" not in draft.deferred:
-            messages = [*no_step_left(start, config), *messages]
-        if {*LENGTH} <= given.keys():
-            messages.append(f"EPOCHS={given['epochs'][0]} and MAX_STEPS={given['max_steps'][0]} are both "
-                            "set; keep one")
-        if "distillation_enabled" not in draft.unused:
-            messages += without_switch(config, layers, "teacher_model", "distillation_enabled")
-        # Omit conflicts with a setting whose value is invalid.
-        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in draft.invalid) or "(?!)")
-        problems += [message for message in messages if message not in missing and not names.search(message)]
-    if problems or draft.error:
-        raise SettingsError(*problems) if problems else draft.error
-
-    draft.notes += notes_on_layers(layers, given, environ)
-    if complete:
-        draft.notes += notes_on_start(start, config, draft.sources)
-        if start.kind == "from" and start.folder:
-            draft.warnings += check_model(start, config, draft.sources)
-    draft.warnings += [*cautions(config, layers, environ, draft.deferred), *missing]
-
-
-# -------------------------------------------------------------------------------- what depends on facts
-
-
-class Facts(NamedTuple):
-    """Facts about the data and the hardware, which complete a plan."""
-
-    device: str = "cpu"  # cuda, mps or cpu
-    rows: Optional[int] = None  # of the training split
-
-
-def complete(plan: Plan, facts: Facts) -> Plan:
-    """Return the plan with the settings that follow from facts: the number of rows, then the hardware."""
+def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:
+    """Return the plan with the settings that follow from facts: the training rows, then the hardware."""
     config, deferred = plan.config, {*plan.deferred} - {"compile", "learning_rate"}
-    if deferred and facts.rows is not None:
-        chosen = derived.settings_of_data(config, facts.rows, deferred)
+    if deferred and rows is not None:
+        chosen = derived.settings_of_data(config, rows, deferred)
         also = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
-        text = assigned(chosen)
-        plan = plan.changed([f"The {counted(facts.rows, 'training row')}{also} set {text}"] if text else [],
+        text = messages.assigned(chosen)
+        plan = plan.changed([f"The {counted(rows, 'training row')}{also} set {text}"] if text else [],
                             **chosen)
-        if conflicts := [*batch_rules(plan.config), *no_step_left(plan.start, plan.config)]:
+        if conflicts := [*batch_rules(plan.config), *messages.no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)
     is_small = config.matrix_count < derived.SMALL_MODEL and config.activation_checkpointing != "selective"
-    if "compile" in plan.deferred and facts.device == "cpu" and not config.device_memory and is_small:
+    if "compile" in plan.deferred and device_type == "cpu" and not config.device_memory and is_small:
         plan = plan.changed(compile=False)
     return plan

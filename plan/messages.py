@@ -4,14 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.text import command, without_passwords
-from config import (
-    EXTENSION_SECTIONS,
-    KIND_OF_STAGE,
-    SECTIONS,
-    SETTINGS_OF_EXTENSIONS,
-    Config,
-    on_resume,
-)
+from config import EXTENSION_SECTIONS, KIND_OF_STAGE, SECTIONS, SETTINGS_OF_EXTENSIONS, Config, on_resume
 from plan.layers import PRESETS_DIR, Layer, Values, exported
 from plan.names import assignments, misspelled, shortened
 from plan.starts import Start
@@ -44,9 +37,9 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
 def notes_on_start(start: Start, config: Config, sources: Mapping[str, str] = {}) -> Iterator[str]:
     """Yield from which step, or from which weights, the run starts."""
     where = "" if start.is_own else f" of {start.folder}"
-    if start.continues and not start.is_own and config.start_step is not None:
+    if start.kind == "continue" and not start.is_own and config.start_step is not None:
         yield f"continuing step {start.step}{where} as step {config.start_step}"
-    elif start.continues:
+    elif start.kind == "continue":
         yield f"resuming after step {start.step}{where}"
     elif start.folder:
         where = sources.get("learning_rate", "")  # one in `.env` may be meant for another stage
@@ -61,22 +54,12 @@ def no_step_left(start: Start, config: Config) -> Iterator[str]:
         if config.start_step >= max(1, config.max_steps):
             yield (f"START_STEP={config.start_step} leaves no step of MAX_STEPS={config.max_steps}; lower "
                    "it, or raise MAX_STEPS")
-    elif start.continues and not start.is_own and start.step >= config.max_steps:
+    elif start.kind == "continue" and not start.is_own and start.step >= config.max_steps:
         ways = "to train on from its weights, set RESET_OPTIMIZER=true; to continue it, raise MAX_STEPS"
         if start.setting == "resume":
             ways = "raise MAX_STEPS, or name it by another setting than RESUME with RESET_OPTIMIZER=true"
         yield (f"{start.setting.upper()}={start.named} is at step {start.step}, which leaves no step of "
                f"MAX_STEPS={config.max_steps}; {ways}")
-
-
-def notes_on_names(layers: Sequence[Layer], given: Values) -> Iterator[str]:
-    """Yield the settings that names of other trainers set."""
-    for layer in layers:
-        for name, text in layer.notes.items():
-            if name not in Config.model_fields or name in given and given[name] is layer.values.get(name):
-                yield text
-            elif name in given:
-                yield f"{text}, replaced by {shortened(str(given[name][0]))} ({given[name][1]})"
 
 
 def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred: Iterable) -> Iterator[str]:

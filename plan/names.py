@@ -8,8 +8,7 @@ from typing import Any, Optional, get_args
 
 from pydantic import ValidationError
 
-from common.command_line import suggestion
-from common.text import printable, setting_text
+from common.text import printable, setting_text, suggestion
 from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
@@ -44,12 +43,10 @@ def forms(name: str) -> list[str]:
 
 
 def known_form(name: str) -> Optional[str]:
-    """Return the form of a name that is a setting, or stands in the tables."""
     return next((form for form in forms(name) if form in {*Config.model_fields, *ALIASES, *OTHER_WAYS}), None)
 
 
 def may_stand_alone(name: str) -> bool:
-    """Return whether a flag needs no value."""
     form = known_form(name)
     return form in OTHER_WAYS or ALIASES.get(form, form) in SWITCHES
 
@@ -74,14 +71,12 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 
-def unknown(where: str, name: str, shown: str = "") -> str:
+def unknown(where: str, name: str, what: str = "setting", sentence: str = "") -> str:
     """Return the message for an unknown name; "" if it may belong to extensions/, which is missing."""
-    sentence = advice(name)
-    return f"{where}: unknown setting {shortened(shown or name)}; {sentence}" * (not may_be_missing(sentence))
-
-
-def may_be_missing(advice: str) -> bool:
-    return not EXTENSION_SECTIONS and not advice.startswith("did you mean")
+    sentence = sentence or advice(name)
+    if not EXTENSION_SECTIONS and not sentence.startswith("did you mean"):
+        return ""
+    return f"{where}: unknown {what} {shortened(name)}; {sentence}"
 
 
 def in_env(name: str, value: Any) -> str:
@@ -123,7 +118,7 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
         what_to_do = f"did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
     else:
         what_to_do = advice(name, known, lambda guess: f"--{guess.replace('_', '-')}")
-    return f"command line: unknown flag {shortened(flag)}; {what_to_do}" * (not may_be_missing(what_to_do))
+    return unknown("command line", flag, "flag", what_to_do)
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
@@ -141,19 +136,17 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
             # os.fsencode fails: it accepts only surrogates that stand for undecodable bytes.
             invalid[name] = "contains a NUL or an invalid character; remove it"
 
-    def build() -> Config:
-        return Config(**{name: value for name, value in values.items() if name not in invalid})
-
-    try:
-        config = build()
-    except ValidationError as error:
-        for detail in error.errors():
-            message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
-            name = str(detail["loc"][0])
-            choices = re.findall("'(.+?)'", detail.get("ctx", {}).get("expected", ""))
-            guess = suggestion(str(values[name]), choices, VALUE_ALIASES)
-            invalid[name] = message.format(**detail.get("ctx", {})) + f"; did you mean {guess}?" * bool(guess)
-        config = build()
+    while True:
+        try:
+            config = Config(**{name: value for name, value in values.items() if name not in invalid})
+            break
+        except ValidationError as error:
+            for detail in error.errors():
+                message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+                name, facts = str(detail["loc"][0]), detail.get("ctx", {})
+                choices = re.findall("'(.+?)'", facts.get("expected", ""))
+                guess = suggestion(str(values[name]), choices, VALUE_ALIASES)
+                invalid[name] = message.format(**facts) + f"; did you mean {guess}?" * bool(guess)
     messages = {}
     for name, message in invalid.items():
         value, where = merged[name]

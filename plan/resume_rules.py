@@ -6,15 +6,7 @@ from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
 from common.remote import is_hub_name
-from config import (
-    DROPPED,
-    EXTENSION_SECTIONS,
-    FEED_FORWARD,
-    SECTIONS,
-    START_FROM,
-    Config,
-    on_resume,
-)
+from config import DROPPED, EXTENSION_SECTIONS, FEED_FORWARD, SECTIONS, START_FROM, Config, on_resume
 from plan import derived
 from plan.layers import LENGTH, Values
 from plan.names import SETTING_OF, assignments, in_env, or_run, validate
@@ -94,12 +86,7 @@ class Changes(NamedTuple):
 
 
 def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]) -> Changes:
-    """Compare the settings and inputs of a plan that continues with those of its checkpoint.
-
-    Args:
-        state: the checkpoint's trainer state, with `settings`, `identity` and `world_size`.
-        now_identity: the current `run.recorded_identity`.
-    """
+    """Compare the settings and inputs of a plan that continues with its checkpoint's trainer state."""
     config, sources, start = plan.config, plan.sources, plan.start
     now = config.public() | now_identity
     # A setting that was not recorded, as of an extension that was not there, had its default.

@@ -19,28 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
-from checkpoint import store
+from checkpoint import model_json, store
 from checkpoint.manifest import fault_of
-from checkpoint.model_json import (
-    ADAPTERS,
-    LORA_FIELDS,
-    context_length,
-    model_settings_from_huggingface,
-    read_model_config,
-    read_model_json,
-    refuse_adapters,
-)
+from checkpoint.model_json import ADAPTERS, LORA_FIELDS, context_of, read_model_config, read_model_json
 from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
-from config import (
-    FEED_FORWARD,
-    MODEL_SETTINGS,
-    SCALING_SETTINGS,
-    SHAPE_SETTINGS,
-    Config,
-    ModelConfig,
-    extension_module,
-)
+from config import FEED_FORWARD, MODEL_SETTINGS, SCALING_SETTINGS, SHAPE_SETTINGS, Config, extension_module
 from plan.identity import weights_sha256
 from plan.names import SETTING_OF, assignments, in_env
 
@@ -61,17 +45,13 @@ class Start(NamedTuple):
     download: Optional[str] = None  # a hub model to download first
 
     @property
-    def continues(self) -> bool:
-        return self.kind == "continue"
-
-    @property
     def has_adapters(self) -> bool:
         return self.folder is not None and os.path.exists(os.path.join(self.folder, ADAPTERS))
 
     @property
     def state(self) -> dict[str, Any]:
         """The trainer state to continue with; empty for the other kinds."""
-        return store.read_state(Path(self.folder)) if self.continues else {}
+        return store.read_state(Path(self.folder)) if self.kind == "continue" else {}
 
 
 @dataclass(frozen=True)
@@ -291,9 +271,6 @@ def explain_other_start(newest: Path, folder: Path | str, asked: Asked, setting:
             f"the settings would restart it from {folder}. To resume it, {change}; or {new}")
 
 
-# --------------------------------------------------------------------------------- places and names
-
-
 def locate(asked: Asked, known: Known, warn: store.Warn) -> Optional[Path]:
     """Return the folder that the setting names; None for a model of the hub that `known` does not have."""
     name = asked.named
@@ -344,9 +321,6 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
         origin == named or not places(named).isdisjoint([*places(origin), *bases]))
 
 
-# --------------------------------------------------------------------------- the model that it starts from
-
-
 def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for_this_start: Iterable[str]
                    ) -> tuple[Start, dict[str, Any], list[str]]:
     """Return the start, with `layers` if the model is cut, the settings that its weights bring, and notes.
@@ -356,7 +330,8 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for
     if start.kind != "from" or start.folder is None:
         return start, {}, []
     if not config.lora_enabled:
-        refuse_adapters(Path(start.folder), "train them with LORA_ENABLED=true, or merge them first")
+        remedy = "train them with LORA_ENABLED=true, or merge them first"
+        model_json.refuse_adapters(Path(start.folder), remedy)
     folder = Path(start.base or start.folder)
     model = read_model_config(folder)
     values, notes = model.model_dump(include={*MODEL_SETTINGS}), []
@@ -398,12 +373,13 @@ def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -
             there, here = getattr(saved, name.lower()), getattr(config, name.lower())
             if there == here or name == "HEAD_WIDTH" and saved.head_dim == config.head_dim:
                 continue
+            setting = SETTING_OF.get(name, name)
             causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
             cause = next((cause for cause in causes if cause in sources), "")
-            by = f" by {cause.upper()}" * (cause not in ("", SETTING_OF.get(name, name).lower()))
+            by = f" by {cause.upper()}" * (cause not in ("", setting.lower()))
             where = f"{by} ({sources[cause]})" if cause else ""
             saved_values[name] = there
-            differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
+            differences.append(f"{setting} is {there} there and {here} here{where}")
         return saved_values, "; ".join(differences)
 
     saved_values, description = compare(MODEL_SHAPE)
@@ -425,10 +401,3 @@ def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -
                         f"model in {folder} (max_position_embeddings): those beyond are untrained. "
                         "Lower MAX_SEQ_LEN, or set ROPE_SCALING_FACTOR or a larger ROPE_THETA")
     return warnings
-
-
-def context_of(folder: Path, config: ModelConfig) -> int:
-    """Return how many tokens the model in a folder reads with the RoPE scaling of these settings."""
-    content = read_model_json(folder / "config.json")
-    before = model_settings_from_huggingface(content)["rope_scaling_factor"] or 1
-    return int(context_length(content) * (config.rope_scaling_factor or 1) / before)

@@ -38,18 +38,8 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
+from run import facts
 from run.extensions import load_extensions
-from run.facts import (
-    Opened,
-    Remake,
-    decide,
-    find_base,
-    identity_of_data,
-    identity_of_start,
-    open_inputs,
-    prepare_device,
-    provide_sample,
-)
 from run.folder import RunFolder
 from run.log import RunLog
 from run.run import Inputs, Progress, Run, trained_bytes
@@ -66,23 +56,24 @@ class Base(NamedTuple):
 
 @contextmanager
 @collective
-def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator[Run]:
+def open_run(planned: Optional[Plan | PaddockError], remake: facts.Remake) -> Iterator[Run]:
     """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal.
 
     `planned` is what make_plan returned or raised on rank 0; it is not used on other ranks.
     """
     extension_module("hang_report")  # before there can be a hang
-    decided: list[tuple[Plan, RunFolder, Opened]] = []  # on rank 0
+    decided: list[tuple[Plan, RunFolder, facts.Opened]] = []  # on rank 0
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
 
         def decide_here() -> dict[str, Any]:
             if not isinstance(planned, Plan):
                 raise planned
-            decided.append(decide(planned, remake, stack))
+            decided.append(facts.decide(planned, remake, stack))
             plan, folder, _ = decided[0]
-            return {"plan": plan.to_json(), "folder": str(folder.path),
-                    "device": prepare_device(plan.config).type, "timeout": plan.config.distributed_timeout}
+            device = facts.prepare_device(plan.config)
+            return {"plan": plan.to_json(), "folder": str(folder.path), "device": device.type,
+                    "timeout": plan.config.distributed_timeout}
 
         ranks, terms = stack.enter_context(meeting(decide_here))
         if decided:
@@ -99,7 +90,7 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
             log.info(message)
         context = RunContext(ranks, signals, log)
         if ranks.local_rank == 0 and not ranks.is_rank0:
-            provide_sample(plan.config)
+            facts.provide_sample(plan.config)
         try:
             run = build(plan, context, folder, opened)
             for extension in run.extensions:
@@ -113,17 +104,15 @@ def open_run(planned: Optional[Plan | PaddockError], remake: Remake) -> Iterator
 
 
 @collective
-def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[Opened] = None,
+def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[facts.Opened] = None,
           for_replay: bool = False) -> Run:
     """Return the run of a plan in memory. All errors of the ranks meet in one agreement.
 
-    Args:
-        opened: the inputs, on a rank that has opened them.
-        for_replay: the run is never saved, and its weights may not be finite.
+    With `for_replay`, the run is never saved, and its weights may not be finite.
     """
     config, start, ranks = plan.config, plan.start, context.ranks
     if ranks.device.type != "cpu":
-        prepare_device(config)
+        facts.prepare_device(config)
     mesh = model_utils.make_mesh(config, ranks)
 
     def construct() -> tuple[Run, Base]:
@@ -143,7 +132,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
         else:
             model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype, mesh)
             if start.folder is not None:
-                finite = not (for_replay and start.continues)
+                finite = not (for_replay and start.kind == "continue")
                 model_utils.load_weights(Path(start.folder), model, finite, start.layers)
         if config.train_only:
             trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
@@ -164,7 +153,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[O
 
         def find() -> Path:
             known = start.base or start.kind == "from" and start.folder
-            return Path(known or find_base(config, asdict(progress), folder.path, context.log.warn))
+            return Path(known or facts.find_base(config, asdict(progress), folder.path, context.log.warn))
 
         base = Base(find, progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
         teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
@@ -195,18 +184,18 @@ def on_this_machine(plan: Plan) -> Plan:
     return replace(plan, start=start, identities=identities)
 
 
-def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> Opened:
+def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> facts.Opened:
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
-    opened, here = open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
-    if other := differences(plan.identities["data"], identity_of_data(plan.config, opened.inputs)):
+    opened, here = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
+    if other := differences(plan.identities["data"], facts.identity_of_data(plan.config, opened.inputs)):
         raise DataError(f"{here}: {plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
     if verifies and plan.start.folder:
         folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
         if (folder / MANIFEST).exists():
-            store.verify(folder, plan.start.continues)
-        if expected and differences(expected, identity_of_start(folder)):
+            store.verify(folder, plan.start.kind == "continue")
+        if expected and differences(expected, facts.identity_of_start(folder)):
             raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
                                   "it to this machine")
     return opened
@@ -247,7 +236,7 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     found, base = {}, None
     if start.kind == "from":
         found, base = {"wandb_run_id": None, "begun_from": start.named}, Path(start.base or start.folder)
-    elif start.continues:
+    elif start.kind == "continue":
         recorded, folder = state["progress"], Path(start.folder)
         home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
         if recorded.get("base_beside") and home != run_dir:  # a checkpoint of another run
@@ -264,14 +253,20 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     return replace(progress, **found)
 
 
-# ------------------------------------------------------------------------------------------ the objective
-
-
 def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
                      ) -> objectives.Objective:
     """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
-    config, stage = run.config, run.config.training_stage
-    reference = choose_reference(run, base, mesh) if stage in ("dpo", "grpo") else None
+    config, stage, reference = run.config, run.config.training_stage, None
+    may_compare = stage in ("dpo", "grpo")
+    if may_compare and objectives.reference_is_stored(config):
+        reference = objectives.stored_reference
+    elif may_compare and objectives.reference_is_live(config):
+        compute = objectives.pair_logprobs if stage == "dpo" else objectives.token_logprobs
+        if config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
+            reference = partial(logprobs_without_adapters, run.model, compute=compute)
+        else:
+            frozen = load_reference(base.find(), run, base, mesh)
+            reference = partial(objectives.frozen_logprobs, frozen, compute=compute)
     if stage == "dpo":
         objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
         return objective(config, reference, run.model, run.ranks.all_gather_json)
@@ -287,19 +282,6 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
     if stage == "grpo":
         return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
     return objectives.Distillation(config, loaded, compiled)
-
-
-def choose_reference(run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Optional[objectives.Reference]:
-    """Return the reference that an objective compares with, if any."""
-    if objectives.reference_is_stored(run.config):
-        return objectives.stored_reference
-    if not objectives.reference_is_live(run.config):
-        return None
-    is_dpo = run.config.training_stage == "dpo"
-    compute = objectives.pair_logprobs if is_dpo else objectives.token_logprobs
-    if run.config.lora_enabled and not base.adapters:  # their base is a reference without extra memory
-        return partial(logprobs_without_adapters, run.model, compute=compute)
-    return partial(objectives.frozen_logprobs, load_reference(base.find(), run, base, mesh), compute=compute)
 
 
 def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:

@@ -26,6 +26,7 @@ from common.errors import CheckpointError, DataError, SettingsError
 from common.files import json_sha256, read_json, sha256
 from common.text import ROOT, show
 from config import SAMPLE, START_FROM, Config, mps_rules
+from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -34,7 +35,7 @@ from parallel import process
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Interrupted
 from plan.identity import Identity, model_identity, weights_sha256
-from plan.make import Facts, Plan, complete
+from plan.make import Plan, complete
 from plan.resume_rules import check_changes
 from plan.starts import Known, Start, base_places, check_model, is_inside
 from run.extensions import Extension, load_extensions
@@ -59,7 +60,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolde
     plan, known = find_files(plan, remake)
     device = prepare_device(plan.config)
     provide_sample(plan.config)
-    plan = complete(plan, Facts(device.type, count_rows(plan)))
+    plan = complete(plan, device.type, count_rows(plan))
     folder = stack.enter_context(make_and_lock(plan.config, messages.append))
     if remake(known).start != plan.start:
         raise CheckpointError(f"{folder.path} has been continued by another job meanwhile; start again")
@@ -70,10 +71,7 @@ def decide(plan: Plan, remake: Remake, stack: ExitStack) -> tuple[Plan, RunFolde
 
 
 def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
-    """Return the plan whose start is downloaded and verified, and what was found out about it.
-
-    A damaged checkpoint is skipped with a warning.
-    """
+    """Return the plan whose start is downloaded and verified, and what was found out about it."""
     known = Known()
     while True:
         if name := plan.start.download:
@@ -82,7 +80,7 @@ def find_files(plan: Plan, remake: Remake) -> tuple[Plan, Known]:
             folder = plan.start.folder
             try:
                 if folder and (Path(folder) / MANIFEST).exists():
-                    store.verify(Path(folder), plan.start.continues)
+                    store.verify(Path(folder), plan.start.kind == "continue")
                 return plan, known
             except CheckpointError as error:
                 known = replace(known, damaged={**known.damaged, folder: str(error)})
@@ -94,7 +92,9 @@ def count_rows(plan: Plan) -> Optional[int]:
     config, deferred = plan.config, {*plan.deferred} - {"compile"}
     if not deferred or not config.data_path or not config.tokenizer_path or config.prepare_ahead:
         return None
-    return dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+    tokenizer, path = load_tokenizer(config.tokenizer_path, config.tokenizer_backend), config.data_path
+    sets = [source.set for source in read_mixture(Path(path)).sources] if is_mixture(path) else [path]
+    return sum(len(dataloaders.open_set(config, each, "train", tokenizer, "never")) for each in sets)
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -195,12 +195,12 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
     identities: dict[str, Identity] = {"data": data}
     if start.folder and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         identities["start"] = identity_of_start(Path(start.folder))  # for the other machines
-    warnings = check_template(plan, inputs, data)
+    warnings = check_template(plan, inputs, data) if config.training_stage != "pretrain" else []
     if start.kind == "from":
         base = Path(start.base or start.folder)
         messages += model_utils.check_vocabulary(base, tokenizer, config)
         identities["base"] = model_identity(weights_sha256(base, start.layers), config, tokenizer.sha256)
-    elif start.continues and (config.lora_enabled or objectives.reference_is_live(config)):
+    elif start.kind == "continue" and (config.lora_enabled or objectives.reference_is_live(config)):
         progress = start.state["progress"]
         home = run_dir if is_inside(Path(start.folder), run_dir) else Path(start.folder).resolve().parents[1]
         base = find_base(config, progress, home, warnings.append)
@@ -221,7 +221,7 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
                     teacher, model = beside, recorded
         identities["teacher"] = {"model": model, "folder": str(teacher)}
     plan = replace(plan, start=start, identities=identities)
-    if start.continues:
+    if start.kind == "continue":
         changes = check_changes(start.state, plan, inputs.identity(
             config, plan, start.state["identity"]))
         messages, warnings = messages + changes.notes, warnings + changes.warnings
@@ -234,15 +234,12 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
 
 def check_template(plan: Plan, inputs: Inputs, data: Identity) -> list[str]:
     """Compare the chat template and SYSTEM_PROMPT of the prepared data with the run's; return warnings."""
-    config = plan.config
-    if config.training_stage == "pretrain":
-        return []
-    now, warnings = load_chat_format(inputs.tokenizer).sha256, []
+    config, now, warnings = plan.config, load_chat_format(inputs.tokenizer).sha256, []
     if other := {*data["template"]} - {"", now}:
         text = (f"{config.data_path} was prepared with another chat template (SHA-256 {min(other)[:12]}) "
                 f"than TOKENIZER_PATH={config.tokenizer_path} has ({now[:12]}), which the model is saved "
                 "with")
-        if not plan.start.continues:
+        if plan.start.kind != "continue":
             raise DataError(f"{text}; prepare the data again with this tokenizer, or set TOKENIZER_PATH to "
                             "the one that it was prepared with")
         warnings.append(text)
@@ -291,10 +288,7 @@ def identity_of_start(folder: Path) -> dict[str, str]:
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
-    """Return the folder of the model that a run started from, identified by its hash.
-
-    The search covers the settings, the folder's place at the start, and that place relative to the run.
-    """
+    """Return the folder of the model that a run started from, by its hash."""
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
     advice = f"set {config.start_setting} to the folder where it is now, by a flag"
     return find_by_hash(names, progress, run_dir, warn, advice, config.n_layers)
@@ -302,10 +296,8 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
 
 def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
                  advice: str, layers: Optional[int] = None) -> Path:
-    """Like `find_base`, but try these names first. If all fail, the error ends with `advice`.
-
-    With `layers`, the hash is that of the first layers of a model.
-    """
+    """Return the folder with the hash of a run's base, or of its first `layers`: by these names, by its
+    place when the run started, or by that place relative to the run. The error ends with `advice`."""
     remembered, wanted = [*base_places(progress, run_dir)], progress["base_sha256"]
     named, failures = [], []
     for name in dict.fromkeys(filter(None, names)):
@@ -339,9 +331,9 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
     config, start = plan.config, plan.start
     generation: dict[str, Any] = {}
     if source := start.base if config.lora_enabled else start.folder:
-        own = start.folder if start.continues or start.has_adapters else source
+        own = start.folder if start.kind == "continue" or start.has_adapters else source
         generation = read_generation(Path(source)) | read_generation(Path(own))
-    if start.folder is None or SUPPRESSED in generation and not start.continues:
+    if start.folder is None or SUPPRESSED in generation and start.kind != "continue":
         # Untrained control tokens are those that the data lacks. New weights know none; otherwise, the
         # model's files list the candidates.
         tokenizer = inputs.tokenizer

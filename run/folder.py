@@ -85,15 +85,10 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
                 folder.rmdir()
 
 
-def numbered(path: Path) -> Iterator[Path]:
-    """Yield the path, then the path with -2, -3, ... appended."""
-    yield path
-    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
-
-
 def new_folder(path: Path) -> Path:
-    """Create this folder, or the first `numbered` one that does not exist."""
-    for folder in numbered(path):
+    """Create this folder, or the first of NAME-2, NAME-3, ... that does not exist."""
+    for number in count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
             folder.mkdir(parents=True)
             return folder
@@ -120,9 +115,6 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
 
 
-# ----------------------------------------------------------------------------------- settings files
-
-
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict],
                   plan: Mapping[str, Any]) -> None:
     """Write the settings that apply from step `first` on, and what else the plan decided; also config.json.
@@ -147,11 +139,7 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
             unfinished.replace(path)
 
 
-# ---------------------------------------------------------------------------------- moving a run aside
-
-
 def earlier_runs(run_dir: Path) -> list[Path]:
-    """Return the checkpoint folders of runs that were moved aside, oldest first."""
     return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
@@ -180,13 +168,13 @@ def archive_run(run_dir: Path, is_wanted: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    names = numbered(run_dir / moving.name.removeprefix("tmp-"))
-    free = (folder for folder in names if not os.path.lexists(folder))
-    return moving.replace(next(free))
+    aside = run_dir / moving.name.removeprefix("tmp-")
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}-2")
+    return moving.replace(aside)
 
 
 def has_run(run_dir: Path) -> bool:
-    """Return whether a run in this folder has checkpoints or logged steps."""
     has_checkpoints = any((run_dir / "checkpoints").glob("*"))
     return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl")
                                   if file.name != "events.jsonl")  # it gets a line before the first step

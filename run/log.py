@@ -119,7 +119,8 @@ class RunLog:
         self.warn_without_targets = once(self.warn)
         self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
-        self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
+        # Of the newest metrics before `open`.
+        self.previous: dict[str, Any] = {"previous_step": None, "previous_time": None}
         self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
@@ -157,9 +158,9 @@ class RunLog:
                     if name == "metrics" and is_kept:
                         self._note_first(entry.step, entry.model_extra)
             self.lines[name] = LineFile(self.warn).open(path)
-        before = newest.model_dump() if newest else {}
-        self.previous = {"previous_step": before.get("step"),
-                         "previous_time": number(before.get("time"), MOST_SECONDS)}
+        if newest:
+            seconds = number(newest.model_dump().get("time"), MOST_SECONDS)
+            self.previous = {"previous_step": newest.step, "previous_time": seconds}
 
     def _note_first(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -199,7 +200,6 @@ class RunLog:
             self.send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
 
     def send(self, call: str, *arguments: Any) -> None:
-        """Call a method of each tracker's service, without waiting for it."""
         for tracker in self.trackers:
             tracker.send(call, *arguments)
 

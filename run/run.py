@@ -27,7 +27,7 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors, sync, sync_folder
 from common.text import counted
 from config import Config
-from dataloaders import RowOrder, Rows, load_steps, validation_batches
+from dataloaders import RowOrder, Rows, load_steps
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
@@ -43,7 +43,6 @@ from run.extensions import Extension
 from run.folder import RunFolder
 from run.saving import PendingSave, RankShard
 
-PREFETCH_STEPS = 2  # that the loader prepares in advance
 
 @dataclass(frozen=True)
 class Inputs:
@@ -63,7 +62,6 @@ class Inputs:
                         ranks.world_size)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:
-        """Return a mixture's table of sources as JSON; empty for other data."""
         return self.rows.source_table(config.max_steps * config.rows_read)
 
     def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
@@ -90,12 +88,7 @@ class Inputs:
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
-        return load_steps(self.rows, order, device, objective.count, first_step, PREFETCH_STEPS)
-
-    def validation_batches(self, config: Config, ranks: Ranks):
-        rows = min(config.validation_rows, len(self.validation_rows))
-        return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
-                                  ranks.rank, ranks.world_size)
+        return load_steps(self.rows, order, device, objective.count, first_step)
 
 
 @dataclass
@@ -162,12 +155,9 @@ class Run:
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
     facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
 
-    def __post_init__(self) -> None:
-        self.ranks, self.log = self.context.ranks, self.context.log
-
-    @property
-    def folder(self) -> Path:
-        return self.run_folder.path
+    ranks = property(lambda self: self.context.ranks)
+    log = property(lambda self: self.context.log)
+    folder = property(lambda self: self.run_folder.path)
 
     @property
     def saves_best(self) -> bool:
@@ -214,7 +204,6 @@ class Run:
         return "finished" if self.progress.step >= self.config.max_steps else early
 
     def advance(self, result: StepResult) -> None:
-        """Count a finished step."""
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
         self.progress.skipped_steps += not result.updated and result.count > 0
@@ -231,15 +220,9 @@ def due(every: int, step: int, last: bool = False) -> bool:
     return every > 0 and (step % every == 0 or last)
 
 
-# ---------------------------------------------------------------------------------- the run's folder
-
-
 @collective
 def start_writing(run: Run) -> None:
-    """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
-
-    This is the first write into the folder, once all checks of the start have passed.
-    """
+    """Move an earlier run aside (RESUME=never), clean up after a crash, and open the logs."""
     config, progress, identities = run.config, run.progress, run.plan.identities
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
@@ -290,7 +273,6 @@ def start_writing(run: Run) -> None:
 
 @collective
 def is_folder_lost(run: Run) -> bool:
-    """Return whether the run's folder was renamed or deleted during the run."""
     return run.ranks.on_rank0(lambda: run.run_folder.is_lost)
 
 
@@ -309,9 +291,6 @@ def record_settings(run: Run) -> None:
     kept = {"sources": dict(plan.sources), "start": plan.start._asdict(), "identities": plan.identities}
     run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
         run.folder, first, settings, run.inputs.sources(run.config), kept))
-
-
-# --------------------------------------------------------------------------------------- checkpoints
 
 
 @collective
@@ -335,11 +314,12 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
 
 def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
              ) -> dict[str, TensorFile]:
-    """Return the files of weights and optimizer state. Blocks of rows that are hashed contain whole heads."""
+    """Return the files of weights and optimizer state. Blocks of hashed rows contain whole heads."""
     config, vocab_size = run.model.config, run.inputs.tokenizer.vocab_size
     if run.config.lora_enabled:
         unused = max(map(len, run.model.source.unused_rows.values()), default=0)
-        files = peft.adapter_files(weights, config, vocab_size + unused)
+        tensors = peft.to_peft(weights, config, vocab_size + unused)
+        files = {peft.WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, config.head_dim)}
     else:
         tensors = huggingface.to_huggingface(weights, config, vocab_size)
         files = huggingface.weight_files(tensors, config.head_dim)
@@ -468,7 +448,8 @@ def save_in_new_folder(run: Run) -> NoReturn:
     lost = run.folder
     with ExitStack() as stack:
         def choose() -> str:
-            folder = next(each for each in run_folder.numbered(lost) if not each.exists())
+            with disk_errors(lost):
+                folder = run_folder.new_folder(lost)
             stack.enter_context(run_folder.lock_run(folder))
             return str(folder)
 

@@ -60,11 +60,7 @@ class RankShard:
     def tensor(self, rows: Tensor, like: Tensor, count: int, more: Tensor | tuple = ()) -> LazyTensor:
         """Return a tensor that reads the current values of this rank's share, if all ranks read together.
 
-        Args:
-            rows: this rank's rows.
-            like: the parameter that they are divided like.
-            count: the number of rows that are saved.
-            more: rows that follow them in the file.
+        This rank's rows are divided like the parameter `like`; `count` of all are saved, and `more` follow.
         """
         def read(start: int, stop: int) -> Tensor:
             if not is_divided(like):
@@ -136,7 +132,6 @@ class PendingSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its part, or failed."""
         return self.thread is None or not self.thread.is_alive()
 
     def start(self, copied_files: Mapping[str, TensorFile]) -> None:

@@ -80,7 +80,6 @@ def save_before(run: Run) -> str:
 
 
 def describe_failure(run: Run, result: StepResult) -> str:
-    """Return what became NaN or infinite, in which step."""
     name, value = ("loss", result.loss) if not math.isfinite(result.loss) else ("gradient", result.grad_norm)
     return f"the {name} became {'NaN' if math.isnan(value) else 'infinite'} in step {run.progress.step + 1:,}"
 
@@ -94,9 +93,6 @@ def stop_before(run: Run, result: StepResult) -> NoReturn:
                              "To continue past it, set LOSS_SPIKE_POLICY=skip or warn")
     raise NonFiniteError(f"{describe_failure(run, result)}. {saved} Try a lower LEARNING_RATE "
                          f"(now {setting_text(run.config.learning_rate)})")
-
-
-# -------------------------------------------------------------------------------------------- checksums
 
 
 @cache

@@ -34,9 +34,6 @@ from extensions.inference import SEED, TEMPERATURE, add_loading_flags, add_sampl
 
 ANSWER_SHARE = 4  # a quarter of the context is reserved for an answer
 SEEDS = 2**32
-TERMINAL_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens",
-                  "seed", "stop")
-SERVER_FLAGS = ("host", "port", "api_key", "concurrency")
 SERVE_HELP = """Serve a chat page and an OpenAI-compatible API for one model, or two side by side.
 
     ./paddock serve runs/chat
@@ -82,7 +79,8 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
                          help="end an answer before any of these texts")
     server = parser.add_argument_group("server")
-    server.add_argument("--serve", action="store_true", help="serve a chat page and an API: ./paddock serve")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS if serves else
+                        "serve a chat page and an API: ./paddock serve")
     server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="address to listen on; other than loopback requires an API key in "
                              f"{KEY_VARIABLE} (default: %(default)s)")
@@ -94,9 +92,8 @@ def parse_args() -> argparse.Namespace:
     server.add_argument("--concurrency", default=8, metavar="N",
                         type=number(int, "of at least 1", lambda value: value > 0),
                         help="number of answers a model generates at the same time (default: %(default)s)")
-    for action in parser._actions:  # the help lists the flags that apply
-        if action.dest in (("serve", *TERMINAL_FLAGS) if serves else SERVER_FLAGS):
-            action.help = argparse.SUPPRESS
+    for action in (answers if serves else server)._group_actions:  # the help lists the flags that apply
+        action.help = argparse.SUPPRESS
     args = parser.parse_args()
     if not all(args.stop):
         parser.error("--stop must not be empty: it would end every answer immediately")
@@ -104,9 +101,9 @@ def parse_args() -> argparse.Namespace:
         parser.error("a second model requires --serve")
     if args.second == args.model:
         parser.error("the two models must be different")
-    for name in TERMINAL_FLAGS if args.serve else SERVER_FLAGS:
-        if getattr(args, name) != parser.get_default(name):
-            flag = "--" + name.replace("_", "-")
+    for action in (answers if args.serve else server)._group_actions:
+        if getattr(args, action.dest) != action.default:
+            flag = action.option_strings[0]
             parser.error(f"{flag} applies only in the terminal; with --serve, clients send it with each "
                          "request" if args.serve else f"{flag} requires --serve")
     if args.api_key and not os.environ.get(KEY_VARIABLE):

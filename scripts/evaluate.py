@@ -134,12 +134,17 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
     from evaluation.during_run import evaluations
     from extensions.evaluate import open_model, samples
     from extensions.report.items import item_scores
+    from tokenizer import load_tokenizer
 
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
     run = open_model(folder, config, base, context, compared_with)
-    if compared_with:
-        warn_of_another_tokenizer(folder, run)
+    with suppress(PaddockError):  # the model may have no tokenizer
+        if compared_with and (difference := load_tokenizer(str(folder)).differing_id(run.inputs.tokenizer)):
+            number, its_token, token = difference
+            context.log.warn(
+                f"warning: {folder} was made for another tokenizer: id {number} is {its_token!r} there and "
+                f"{token!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
     metrics, rows, scores, answers = {}, [], [], []
     for evaluation in evaluations(run):
         result = evaluation.measure()
@@ -151,17 +156,6 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
         greedy = run.config.model_copy(update={"sample_temperature": 0.0})
         answers = samples(run.model, run.inputs.tokenizer, greedy, 0, run.inputs.validation_rows)
     return Measured(run.progress.step, metrics, rows, scores, answers)
-
-
-def warn_of_another_tokenizer(folder: Path, run) -> None:
-    from tokenizer import load_tokenizer
-
-    with suppress(PaddockError):  # the model may have no tokenizer
-        if difference := load_tokenizer(str(folder)).differing_id(run.inputs.tokenizer):
-            number, its_token, token = difference
-            run.context.log.warn(
-                f"warning: {folder} was made for another tokenizer: id {number} is {its_token!r} there and "
-                f"{token!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
 
 
 def paired_tests(before: Measured, after: Measured) -> list:

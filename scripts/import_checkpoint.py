@@ -13,7 +13,6 @@ code. A GGUF file needs the package gguf; its weights become float32, and its to
 import json
 import os
 import pickle
-import struct
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -86,7 +85,7 @@ def from_meta(tensors: Mapping[str, Tensor],
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
     rows = state["tok_embeddings.weight"].rows
     config = model_json.checked_settings(settings, "params.json")
-    expected = huggingface.parameter_shapes(config, rows)
+    expected = config.parameter_shapes(rows)
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or state[name].shape != expected.get(name)]
     if wrong:
@@ -121,12 +120,22 @@ def read_meta(file: Path,
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[str, Any]]:
     """Read a GGUF file; return config.json's content, tensors under Hugging Face's names, and all fields."""
     gguf = import_gguf(f"the import of {file.name}")
+
+    class Reader(gguf.GGUFReader):
+        """Refuses lengths beyond the end of the file, of which the package would make lists."""
+
+        def _get(self, offset, dtype, count=1, **options):
+            values = super()._get(offset, dtype, count, **options)
+            if len(values) < count:
+                raise ValueError("its header has a length that exceeds the file")
+            return values
+
     try:
-        check_header(file)
-        reader = gguf.GGUFReader(file)
+        with open(file, "rb", opener=plain) as stream:
+            reader = Reader(stream)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         stored = {each.name: dequantized(gguf, each) for each in reader.tensors}
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, struct.error,
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError,
             NotImplementedError) as error:
         raise CheckpointError(f"{file} {unreadable(error, 'use another file')}") from error
     kind = fields.get("general.architecture")
@@ -148,43 +157,11 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[s
     if kind not in ARCHITECTURES.values() or unlike:
         raise CheckpointError(f"{file} has a {kind} model{' with ' * bool(unlike)}{', '.join(unlike)}, which "
                               "is not supported; import the model's Hugging Face folder")
-    for name in huggingface.parameter_shapes(config, 1):
+    for name in config.parameter_shapes(1):
         if (tensor := stored.pop(gguf_name(name), None)) is not None:
             rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
             stored[huggingface.huggingface_name(name)] = rotated
     return content, stored, fields
-
-
-def check_header(file: Path) -> None:
-    """Raise ValueError or struct.error if a GGUF file has nested arrays, or counts that exceed its size.
-
-    The package gguf would make lists of any length, and read arrays of arrays without end.
-    """
-    sizes = (1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8)  # of GGUF's types; 8 is text, 9 an array
-    with open(file, "rb", opener=plain) as stream:
-        def read(form: str) -> tuple[int, ...]:
-            values = struct.unpack(form, stream.read(struct.calcsize(form)))
-            if max(values) > os.fstat(stream.fileno()).st_size:
-                raise ValueError("its header has a length that exceeds the file")
-            return values
-
-        def skip(kind: int) -> None:
-            if kind == 8:
-                stream.seek(read("<Q")[0], os.SEEK_CUR)
-            elif kind == 9:
-                inner, count = read("<IQ")
-                if inner == 9:
-                    raise ValueError("it has an array of arrays")
-                for _ in range(count):
-                    skip(inner)
-            else:
-                stream.seek(sizes[kind], os.SEEK_CUR)
-
-        stream.seek(8)
-        _, fields = read("<QQ")
-        for _ in range(fields):
-            skip(8)
-            skip(*read("<I"))
 
 
 def dequantized(gguf: Any, stored: Any) -> LazyTensor:

@@ -15,7 +15,8 @@ from common.errors import DataError, local_path, run_script
 from common.files import atomic_write, disk_errors
 from common.text import command, show
 from data_pipeline.choices import parse_item
-from data_pipeline.sources import Reading, read_records, source_of
+from data_pipeline.source_files import source_of
+from data_pipeline.sources import Reading, read_records
 from data_preparation_utils import FlagParser, non_empty
 
 

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import __version__, interrupts  # noqa: E402
-from common.command_line import SYNONYMS, suggestion  # noqa: E402
+from common.command_line import SYNONYMS  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
+from common.text import suggestion  # noqa: E402
 from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES, choose_waiting  # noqa: E402
 
 COMMANDS = """

@@ -30,8 +30,8 @@ EXAMPLES_HELD_OUT = 0.02  # of chats, pairs and prompts, which are fewer
 # The files that determine the sample's bytes: when one of them changes, the sample is created again.
 SOURCES = ("scripts/sample/stories.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/vocabulary.py", "data_pipeline/prepare.py",
-           "data_pipeline/sources.py", "data_pipeline/shards.py", "data_pipeline/chats.py",
-           "data_pipeline/templates.py")
+           "data_pipeline/source_files.py", "data_pipeline/sources.py", "data_pipeline/shards.py",
+           "data_pipeline/chats.py", "data_pipeline/examples.py", "data_pipeline/templates.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -74,7 +74,11 @@ def read_run(folder: Path, name: str) -> Run:
     """Read a run's logs. Raise CheckpointError if the folder is not a run."""
     reader = RunReader(folder, name)
     reader.read()
-    settings = reader.settings = reader.settings or settings_of(reader.newest_checkpoint())
+    # A run that stopped before its first step has no config.json.
+    if (checkpoint := reader.newest_checkpoint()) and not reader.settings:
+        with suppress(OSError, ValueError, LookupError):
+            reader.settings = read_json(checkpoint / "trainer_state.json")["settings"]
+    settings = reader.settings
     state, _ = reader.state()
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
@@ -85,13 +89,6 @@ def read_run(folder: Path, name: str) -> Run:
     starts = " ".join(setting_text(settings.get(setting)) for setting in STARTS)
     steps = f"{reader.step:,}/{reader.max_steps:,}" if settings else str(reader.step)
     return Run(folder, name, stage, steps, state, loss, max(logs), folder_bytes(folder), starts)
-
-
-def settings_of(checkpoint: Optional[Path]) -> dict[str, Any]:
-    """Return the settings in a checkpoint. A run that stopped before its first step has no config.json."""
-    with suppress(OSError, ValueError, LookupError):
-        return read_json(checkpoint / "trainer_state.json")["settings"] if checkpoint else {}
-    return {}
 
 
 def read_runs(output_dir: Path) -> list[Run]:

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, counted, print_safely, show
-from data_pipeline.sources import READABLE, Reading, Source, list_files, read_texts, source_of
+from data_pipeline.source_files import READABLE, list_files, source_of
+from data_pipeline.sources import Reading, read_texts
 from data_pipeline.vocabulary import train_bpe, write_characters, write_tiktoken
 from tokenizer import SPECIALS
 
@@ -47,15 +48,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def prepare_command(name: str, source: Source, args: argparse.Namespace) -> str:
-    """Return the command that prepares this source with the new tokenizer."""
-    flags = ["--column", args.column] if args.column and source.column == args.column else []
-    flags += ["--on-bad-record", "skip"] if args.on_bad_record == "skip" else []
-    path = Path(name) if os.path.lexists(name) else name
-    return command("scripts/load_pretrain_dataset.py", "--source", path, "--tokenizer-path", args.output,
-                   *flags)
-
-
 def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
@@ -73,11 +65,17 @@ def main() -> None:
         size, special = len(ranks), len(SPECIALS)
     for record in reading.listing():
         print_safely(f"skipped {record}", sys.stderr)
+    lines = []  # that prepare the sources
+    for name, source in zip(args.sources, sources):
+        flags = ["--column", args.column] if args.column and source.column == args.column else []
+        flags += ["--on-bad-record", "skip"] if args.on_bad_record == "skip" else []
+        path = Path(name) if os.path.lexists(name) else name
+        lines.append(command("scripts/load_pretrain_dataset.py", "--source", path,
+                             "--tokenizer-path", args.output, *flags))
     show(f"Wrote {args.output}: {size:,} tokens and {counted(special, 'special token')}, "
          f"{size + special:,} ids; {counted(reading.bad, 'record')} skipped",
          f"Add to .env: TOKENIZER_PATH={args.output}",
-         *(f"Prepare text with it: {prepare_command(name, source, args)}"
-           for name, source in zip(args.sources, sources)))
+         *(f"Prepare text with it: {line}" for line in lines))
 
 
 if __name__ == "__main__":

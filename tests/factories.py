@@ -26,7 +26,7 @@ import torch
 
 import train
 from checkpoint import huggingface, model_json, peft, store
-from checkpoint.tensors import read_all, write_files
+from checkpoint.tensors import TensorFile, read_all, write_files
 from config import Config, ModelConfig
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -472,7 +472,8 @@ def checkpoint_without_weights(run_dir: Path, step: int, progress: Mapping[str, 
 
 def save_adapter_folder(folder: Path, adapter: peft.Adapter, model_config: ModelConfig, tokenizer) -> None:
     peft.save_settings(folder, adapter, model_config, tokenizer)
-    write_files(folder, peft.adapter_files(adapter.state, model_config, tokenizer.vocab_size))
+    tensors = peft.to_peft(adapter.state, model_config, tokenizer.vocab_size)
+    write_files(folder, {peft.WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)})
 
 
 def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, adapter: Optional[Path] = None) -> str:

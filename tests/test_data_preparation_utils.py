@@ -23,7 +23,8 @@ from data_pipeline import prepare as preparation
 from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set
-from data_pipeline.sources import Source, identity_of
+from data_pipeline.source_files import Source
+from data_pipeline.sources import identity_of
 from data_pipeline.workers import split_of
 from data_preparation_utils import (
     PreparationOptions,
@@ -250,7 +251,7 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
             return read[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.sources.open", lambda *path: io.BufferedReader(Counting(*path), 512), raising=False)
+        patch.setattr("data_pipeline.source_files.open", lambda *path: io.BufferedReader(Counting(*path), 512), raising=False)
         resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
     assert shards_of(resumed) == shards_of(calm)
     assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()

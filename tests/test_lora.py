@@ -24,8 +24,7 @@ from config import Config, LoraConfig, ModelConfig
 from extensions.inference.weights import merge, merged_state_dict
 from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
-from model import Linear, Transformer, padded
-from model_kernels.dropout import choose_masks
+from model import Linear, Transformer, choose_masks, padded
 from parallel.ranks import start_ranks, stop_ranks
 from plan.identity import weights_sha256
 from run.facts import token_ids_to_train

@@ -21,7 +21,7 @@ from common.errors import DataError, PaddockError, SettingsError
 from common.files import disk_errors
 from common.text import command, counted, percent, printable
 from config import STAGE_OF_KIND, Config
-from data_pipeline.chats import show_segment
+from data_pipeline.examples import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Library
 from common.errors import DataError, unreadable
 from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
-from data_pipeline.sources import Reading, Source, flaw_of, format_of, read_records
+from data_pipeline.source_files import Source, format_of
+from data_pipeline.sources import Reading, flaw_of, read_records
 from data_pipeline.templates import ChatFormat, Messages, Options, encode_rendered, load_chat_format
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer

@@ -16,6 +16,8 @@ from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
+from data_pipeline.prepare import read_own_json
+from data_pipeline.shards import MANIFEST
 from dataloaders import Rows
 from extensions.cost import parameter_count
 from extensions.report.numbers import number_text
@@ -94,12 +96,21 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
-    """Return the training data and how often the run reads it, with a line for each source of a mixture."""
+    """Return the training data and how often the run reads it, with a line for each source of a mixture.
+
+    Further lines name what was set for the preparation of data that is prepared already.
+    """
+    asked, unused = config.validation_fraction, []
+    for folder in {rows.token_set.folder: None for rows in inputs.rows.sources} if asked is not None else ():
+        used = read_own_json(folder / MANIFEST).get("settings", {}).get("validation_fraction", asked)
+        if used != asked:
+            unused.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
+                          f"{'its default' if used is None else f'{used:g}'}; prepare it again")
     if table := inputs.sources(config):
         lines = describe_sources(inputs.rows.mixture, table)
-        return [inputs.description, *(f"  {line}" for line in lines)]
+        return [inputs.description, *(f"  {line}" for line in lines), *unused]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
-    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole]
+    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole, *unused]
 
 
 def times_read(config: Config, rows: Rows) -> str:
@@ -171,34 +182,31 @@ def result_line(run: Run, started: float, first: int) -> str:
     return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
 
 
-def path_to_use(run: Run) -> Path:
-    """Return what commands use: the checkpoint of the current state, or past an optimum RUN:best."""
-    config, progress = run.config, run.progress
-    is_past = run.is_past_best or (run.finished and progress.step < config.max_steps)
-    is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
-    if is_past and is_kept:
-        return run.folder.with_name(f"{run.folder.name}{store.BEST}")
-    return run.saved or run.folder
-
-
 def ending(run: Run, result: str) -> list[str]:
     """Return the last lines: the result, and commands for the report, use and resuming."""
-    config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
+    config, folder, progress, flags = run.config, run.folder, run.progress, ["--run-name", run.folder.name]
     if folder.absolute().parent != Path(Config.model_fields["output_dir"].default).absolute():
         flags += ["--output-dir", folder.parent]
     if config.resume != "auto":
         flags += ["--resume", "auto"]
-    if run.progress.step >= config.max_steps:
+    if progress.step >= config.max_steps:
         length = "epochs" if config.epochs else "max_steps"
         twice = 2 * getattr(config, length)
         flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
     script = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
-    target = path_to_use(run)
-    is_best = target.name.endswith(store.BEST)
+    # Past an optimum, commands use RUN:best, if it is kept.
+    is_past = run.is_past_best or (run.finished and progress.step < config.max_steps)
+    is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
+    is_best = is_past and is_kept
+    target = folder.with_name(f"{folder.name}{store.BEST}") if is_best else folder
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
-             "use it": command(script, target if is_best else folder)}
+             "use it": command(script, target)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
         lines["resume"] = command("scripts/run.py", *flags)
+    dtype = run.model.source.dtype if run.model.source else None
+    if dtype not in (None, "float32") and not (config.lora_enabled or config.bf16_weights):
+        lines["export"] = (command("scripts/export.py", folder, "--to", "hf", "--output", "FOLDER")
+                           + f"  ({dtype}, as the base; checkpoints are float32, to resume exactly)")
     return [f"{name}   {line}" for name, line in lines.items()]
 
 

@@ -25,7 +25,7 @@ import torch
 from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config, extension_module
-from data_pipeline.chats import LAST, LENGTH_SHIFT, TARGET, ExampleSet
+from data_pipeline.examples import LAST, LENGTH_SHIFT, TARGET, ExampleSet
 from dataloaders import ExampleRows, TokenRows, rows_at
 from learn.objectives import DPO, NextToken, frozen_logprobs, stored_reference
 from learn.optim import Optimizer, clip_scale, gradient_norm

@@ -72,7 +72,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     others = start_others(args.ranks) if "RANK" not in os.environ and args.ranks > 1 else []
     config, ranks = make_plan(flags, complete=False).config, start_ranks("cpu", 600)
-    shapes = huggingface.parameter_shapes(config, args.vocab_size)
+    shapes = config.parameter_shapes(args.vocab_size)
     buffer = torch.randn(max(map(math.prod, shapes.values())))
     tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()

@@ -22,6 +22,7 @@ from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
 from extensions.other_trainers import unused_fields
 from model import Transformer, padded
+from plan.identity import model_identity
 from tokenizer import Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -124,7 +125,16 @@ def test_every_setting_of_a_model_is_in_its_config(name):
     config = ModelConfig(**{**before, name: other})
     written = model_json.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
     read = ModelConfig(**model_json.model_settings_from_huggingface(json.loads(json.dumps(written))))
-    assert model_json.describing(read) == model_json.describing(config) != model_json.describing(ModelConfig(**before))
+    assert model_identity("", read) == model_identity("", config) != model_identity("", ModelConfig(**before))
+
+
+def test_old_config_files_are_understood():
+    old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    settings = model_json.model_settings_from_huggingface(old)
+    assert (settings["n_kv_heads"], settings["rope_theta"], settings["tie_embeddings"]) == (4, 10_000.0, False)
+    scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
+    assert model_json.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
 
 
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -14,7 +14,8 @@ from common import remote
 from common.errors import DataError
 from common.remote import TRIES, hub_folder, is_transient
 from data_pipeline import remote_data
-from data_pipeline.sources import Reading, Source, list_files, read_texts
+from data_pipeline.source_files import Source, list_files
+from data_pipeline.sources import Reading, read_texts
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
 CONTENT = "".join(LINES).encode()

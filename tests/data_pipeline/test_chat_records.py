@@ -9,7 +9,8 @@ from factories import write_jsonl
 from common.errors import DataError
 from data_pipeline.chats import MARKS, read_examples
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Reading, Source
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_example_set
 from tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ def read(kind, tmp_path, *records, **options):
 
 
 @pytest.mark.parametrize("record, messages", [
-    ({"messages": [ASK, SAY]}, [ASK, SAY]),
+    ({"messages": [ASK, SAY]}, [ASK, SAY]), ([SYSTEM, ASK, SAY], [SYSTEM, ASK, SAY]),  # a line of nanochat's is the list
     ({"messages": [SYSTEM, ASK, SAY, *AGAIN], "id": 7}, [SYSTEM, ASK, SAY, *AGAIN]),
     ({"messages": [{"role": "system", "content": None}, ASK, SAY]}, [ASK, SAY]),
     ({"messages": [ASK, SAY], "system": "Be kind."}, [SYSTEM, ASK, SAY]),

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_pipeline.chats import kind_of_examples
-from data_pipeline.sources import Reading, Source
+from data_pipeline.examples import kind_of_examples
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading
 from data_pipeline.templates import encode_rendered, load_chat_format
 from data_pipeline.vocabulary import train_bpe
 from extensions.inference.text import note_of_controls

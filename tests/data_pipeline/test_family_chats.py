@@ -9,7 +9,7 @@ from test_chat_templates import flat, native, with_template  # noqa: F401
 
 from common.errors import DataError
 from data_pipeline.chats import Example, messages_in
-from data_pipeline.chats import _label_fault as label_fault
+from data_pipeline.examples import _label_fault as label_fault
 from data_pipeline.templates import load_chat_format
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")

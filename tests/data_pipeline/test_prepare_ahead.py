@@ -23,7 +23,7 @@ from test_packed_rows import PROMPT, WORDS, write
 from common.activity import ACTIVITY
 from config import Config
 from data_pipeline import prepare as preparation
-from data_pipeline.chats import open_example_set
+from data_pipeline.examples import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows

@@ -17,7 +17,8 @@ from checkpoint.tensors import read_optimizer
 from common.errors import CheckpointError, DataError
 from common.files import BINARY_STARTS
 from data_pipeline import shards
-from data_pipeline.sources import Reading, Source, flaw_of, read_texts
+from data_pipeline.source_files import Source
+from data_pipeline.sources import Reading, flaw_of, read_texts
 from dataloaders import Mixing, RowOrder, pack
 
 fewer = settings(max_examples=40)

@@ -1,12 +1,18 @@
+import bz2
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
+import pickle
 import re
 import shutil
+import struct
 
 import numpy as np
 import pytest
+import torch
 from factories import flip_bit
 
 from common.errors import DataError
@@ -248,12 +254,59 @@ def test_ids_that_are_not_uint16_are_refused_with_a_way_that_works(tmp_path, dty
     ids[:800] = 0  # left padding
     body = ids.astype(dtype).tobytes()
     (tmp_path / "train.bin").write_bytes(shard_reader.header_bytes(len(body) // 2, "uint16") * has_header + body)
-    with pytest.raises(DataError, match=f"train.bin: its ids look like .*-endian {np.dtype(dtype).name}") as error:
+    with pytest.raises(DataError, match=f"train.bin: its ids look like {np.dtype(dtype).name}") as error:
         open_train(tmp_path, vocab_size=50_000 if dtype == ">u2" else vocabulary)
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"run (numpy.save.*) in its folder", str(error.value))[1], {"numpy": np})
     (tmp_path / "train.bin").unlink()
     assert open_train(tmp_path, vocab_size=vocabulary).read(0, 3000).tolist() == ids.tolist()
+
+
+def zipf(count, vocabulary=1 << 16):
+    """Ids of which low ones are common, as those that BPE numbers by its merges."""
+    return (vocabulary ** np.random.default_rng(2).random(count) - 1).astype("<u2")
+
+
+def test_the_byte_order_shows_even_if_all_numbers_are_ids(tmp_path):
+    ids = zipf(20_000)
+    (tmp_path / "train.bin").write_bytes(ids.tobytes())
+    assert open_train(tmp_path, vocab_size=1 << 16).read(0, len(ids)).tolist() == ids.tolist()
+    (tmp_path / "train.bin").write_bytes(ids.byteswap().tobytes())
+    with pytest.raises(DataError, match=r"train.bin: its ids look like uint16 \(big-endian\), but are read as little-endian"):
+        open_train(tmp_path, vocab_size=1 << 16)
+
+
+@pytest.mark.parametrize("first, second", [("<u2", "<u4"), ("<u4", "<u2"), ("<u2", "<i8")])
+@pytest.mark.parametrize("counts", [(5000, 5000), (20_000, 3000)])
+def test_a_file_that_changes_its_type_is_refused(tmp_path, first, second, counts):
+    one, other = (zipf(count, 50_000).astype(dtype).tobytes() for count, dtype in zip(counts, (first, second)))
+    (tmp_path / "train.bin").write_bytes(one + other)
+    with pytest.raises(DataError, match=r"train.bin: its ids look like u?int\d+ in one place and like u?int\d+ in another; tokenize its texts again"):
+        open_train(tmp_path, vocab_size=50_000)
+
+
+@pytest.mark.parametrize("header", [b"MYTOKENS\x01\x00", struct.pack("<HQ", 1, 3000), struct.pack("<4sHI", b"\x93\x01\x02\x03", 2, 3000)])
+def test_a_short_header_of_another_format_is_not_read_as_ids(tmp_path, header):
+    """The ids without it are read, as the message advises."""
+    ids = zipf(3000, VOCABULARY)
+    (tmp_path / "train.bin").write_bytes(header + ids.tobytes())
+    with pytest.raises(DataError, match="train.bin: wrong magic: starts with .*, which is not a header of llm.c .* save its ids with numpy.save"):
+        open_train(tmp_path, vocab_size=1 << 16)
+    np.save(tmp_path / "train.npy", np.fromfile(tmp_path / "train.bin", "<u2", offset=len(header)))
+    (tmp_path / "train.bin").unlink()
+    assert open_train(tmp_path).read(0, 3000).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("write", [
+    lambda path, ids: path.write_bytes(gzip.compress(ids.tobytes())), lambda path, ids: path.write_bytes(bz2.compress(ids.tobytes())),
+    lambda path, ids: path.write_bytes(lzma.compress(ids.tobytes())), lambda path, ids: path.write_bytes(pickle.dumps(ids.tolist(), 2)),
+    lambda path, ids: path.write_bytes(pickle.dumps(ids)), lambda path, ids: np.savez(path.with_suffix(".npz"), ids) or path.with_suffix(".npz").rename(path), lambda path, ids: torch.save(torch.tensor(ids.astype(int)), path)],
+    ids=["gzip", "bz2", "xz", "pickle 2", "pickle", "npz", "torch"])
+@pytest.mark.parametrize("name", ["train.bin", "x_train_1.bin", "train.npy"])
+def test_packed_ids_are_no_ids(tmp_path, write, name):
+    write(tmp_path / name, np.arange(3000, dtype="<u2"))
+    with pytest.raises(DataError, match=f"{name}: is compressed or packed, not plain ids; load them in Python, and save them with numpy.save"):
+        open_train(tmp_path, vocab_size=1 << 16)
 
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "nanogpt"])

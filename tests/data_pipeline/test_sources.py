@@ -22,8 +22,9 @@ import pytest
 import zstandard
 
 from common.errors import DataError, SettingsError
-from data_pipeline import sources
-from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
+from data_pipeline import source_files, sources
+from data_pipeline.source_files import Source, identify, source_of
+from data_pipeline.sources import Reading, read_records, read_texts
 
 
 def datasets():
@@ -38,7 +39,7 @@ def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(r
     path, text = tmp_path / "a.parquet", (min(size, 2**22) // 2) * "a "
     texts = pa.DictionaryArray.from_arrays(pa.array(rows * [0], pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"text": texts}), path, compression="zstd")
-    file = sources.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
+    file = source_files.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
     with open(path, "rb") as raw:
         if refused:
             with pytest.raises(DataError, match="unpacks into"):
@@ -144,6 +145,35 @@ def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp
         path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
         with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
             texts_of(path)
+
+
+@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
+def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_path, suffix, packed):
+    path, whole = tmp_path / f"x.txt.{suffix}", packed.compress(b"".join(b"line %d\n" % number for number in range(500)))
+    for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3],
+                    whole + b"\n", whole + b"junk" * 30_000, 2 * whole + b"{}\n" * 9):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{path.name}: .*; check that it exists, is complete and can be read"):
+            texts_of(path)
+    for between in (b"", packed.compress(b""), *([b"\0" * 100_000] if suffix != "zst" else [])):  # zeros as from a tape
+        path.write_bytes(whole + between + whole + between)
+        assert len(texts_of(path, documents="line")[0]) == 1000
+
+
+def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_path, capsys):
+    write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", ".a.jsonl", "LICENSE.txt")
+    (tmp_path / "c.jsonl").touch()
+    assert len(texts_of(tmp_path)[0]) == 3
+    assert ("reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: "
+            "1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)") in capsys.readouterr().err
+
+
+def test_a_file_with_the_content_of_another_one_is_named(tmp_path, capsys):
+    for name, text in (("a", "one"), ("a (1)", "one"), ("b", "two"), ("empty", ""), ("empty too", "")):
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(text) if text else "")
+    identify(Source(path=str(tmp_path)), {})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [f"{tmp_path}/a.jsonl has the content of {tmp_path}/a (1).jsonl, and is read too"]
 
 
 @pytest.mark.parametrize("documents, expected", [
@@ -409,7 +439,7 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
     ({"path": "x", "documents": "blank"}, {"records"}, ""), ({"path": "x", "documents": "line"}, {"records"}, "--documents line")])
 def test_a_flag_has_an_effect_or_is_refused(source, traits, refused):
     with pytest.raises(SettingsError, match=f"{refused} .*has no effect") if refused else nullcontext():
-        sources.check_flags(Source(**source), traits)
+        source_files.check_flags(Source(**source), traits)
 
 
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from factories import prepare_under_fire, write_jsonl
 
 from common.errors import DataError
-from data_pipeline import chats as tokenize_chats
+from data_pipeline import examples as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
@@ -259,7 +259,7 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
         chat_format.encode_chat = lambda messages, options: broken(*right(messages, options))
         return chat_format
 
-    monkeypatch.setattr("data_pipeline.chats.worker_chat_format", broken_format)
+    monkeypatch.setattr("data_pipeline.examples.worker_chat_format", broken_format)
     source = write_jsonl(tmp_path / "x.jsonl", chats(3)[1:])
     with pytest.raises(DataError, match=f"x.jsonl:1: its labels are wrong.*({fault})"):
         prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)

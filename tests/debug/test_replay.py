@@ -17,7 +17,7 @@ import train
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Mixing, RowOrder
 from extensions.debug.replay import read_settings, replay
-from model_kernels.dropout import choose_masks
+from model import choose_masks
 from model_utils import build_model
 from plan.layers import Layer, read_flags
 from run import folder as run_folder

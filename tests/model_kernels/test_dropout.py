@@ -6,7 +6,7 @@ from factories import new_model
 from torch import nn
 
 from config import ModelConfig
-from model_kernels.dropout import Dropout, choose_masks
+from model import Dropout, choose_masks
 
 ROWS, TOKENS, WIDTH = 8, 64, 96
 

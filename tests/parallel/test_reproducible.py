@@ -33,7 +33,7 @@ from config import Config
 from dataloaders import first_micro_batch
 from extensions.reproducible import HEADROOM_BITS, ReproducibleReducer, row_sums
 from learn.objectives import LossSum, NextToken
-from model_kernels.dropout import Dropout, choose_masks
+from model import Dropout, choose_masks
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 from run.run import Progress

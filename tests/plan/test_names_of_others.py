@@ -242,3 +242,28 @@ def test_a_curve_is_the_other_trainers(file, theirs):
     assert len(ours) == len(theirs)
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-9, abs=1e-12)
     assert ours[:warmup] == pytest.approx(theirs[:warmup], abs=1.0001e-3 / max(1, warmup))
+
+
+@pytest.mark.parametrize("file, words", [
+    ({"num_train_epochs": 2}, "LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, WARMUP_STEPS=0, WEIGHT_DECAY=0, ADAM_BETA2=0.999"),
+    ({"local_batch_size": 8}, "WARMUP_STEPS=200"),
+    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), ({"lr_scheduler_type": "warmup_stable_decay"}, "decays along a cosine in transformers, and in a line here"),
+    ({"lr_scheduler_type": "cosine"}, "that apply: MIN_LEARNING_RATE=0"), ({"cooldown_fraction": 0.2}, "MIN_LEARNING_RATE=0"), ({"peak_lr": 1e-3}, "MIN_LEARNING_RATE=0"),
+    ({"learning_rate": 1e-3, "model_name_or_path": "base", "dataset_name": "x.jsonl", "num_train_epochs": 1, "per_device_train_batch_size": 2, "use_peft": True}, "that apply: MAX_SEQ_LEN=1024, LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, "),
+    ({"learning_rate": 1e-3, "base_model": "base", "datasets": [{"path": "x.jsonl"}], "sequence_len": 64, "num_epochs": 1, "adapter": "lora"}, "that apply: LR_SCHEDULE=cosine, MIN_LEARNING_RATE=0, "),
+    ({"use_flash_attn": True}, "ATTENTION_BACKEND: auto"), ({"train_iters": 5}, "ADAM_BETA2=0.999"), ({"save_steps": 5, "num_train_epochs": 1}, "KEEP_LAST=0"),
+    ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs sets nothing beside max_steps"), ({"save_steps": 5, "save_strategy": "no"}, "save_strategy=no sets SAVE_EVERY=0")])
+def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
+    assert any(words in note for note in load(config=file).notes), load(config=file).notes
+
+
+def test_null_is_no_limit_where_the_other_trainer_means_that():
+    config = load(config={"clip_grad_norm": None, "save_total_limit": None, "train_iters": None}).config  # torchtune's and the Trainer's defaults
+    assert (config.max_grad_norm, config.keep_last, config.max_steps) == (0, 0, 1000)
+
+
+def test_null_of_a_name_that_is_also_ours_is_said():
+    Path("run.yaml").write_text("max_grad_norm: null\nweight_decay:\nmax_length: null\nwandb_entity:\nnum_train_epochs: 1\n")
+    loaded = load("--config", "run.yaml")
+    assert loaded.config.max_grad_norm == 0 and any("MAX_GRAD_NORM=0" in note for note in loaded.notes), "transformers' null"
+    assert any(note.startswith("Without a value, ") and note.endswith(": weight_decay max_length") for note in loaded.notes)

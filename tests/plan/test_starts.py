@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import CheckpointError, PaddockError, SettingsError
 from parallel.process import RESTART
-from plan.make import Facts, Plan, complete, make_plan
+from plan.make import Plan, complete, make_plan
 from plan.starts import Known
 from tests.plan.test_inherited import not_used
 
@@ -229,7 +229,7 @@ def test_any_settings_of_a_start_give_a_plan_or_an_error_for_the_user(in_env, by
         assert str(error)
         return
     assert Plan.from_json(json.loads(json.dumps(loaded.to_json()))).to_json() == loaded.to_json()
-    if loaded.start.continues:
+    if loaded.start.kind == "continue":
         assert not {*not_used(loaded)} & {f"{name.upper()}={value}" for name, value in by_flag}
         assert loaded.start.state["settings"]["TRAINING_STAGE"] == loaded.config.training_stage or not loaded.start.is_own
 
@@ -252,7 +252,7 @@ def test_a_plan_survives_json_and_holds_no_secret(name):
     assert again.to_json() == loaded.to_json()
     sent = ("notes", "warnings", "deferred", "check", "for_other_hardware", "identities", "generation", "token_ids")
     assert {field: getattr(again, field) for field in sent} == {field: getattr(loaded, field) for field in sent}
-    assert complete(again, Facts("cpu", 100)).to_json() == complete(loaded, Facts("cpu", 100)).to_json()
+    assert complete(again, "cpu", 100).to_json() == complete(loaded, "cpu", 100).to_json()
 
 
 def test_other_ranks_get_all_that_the_facts_add():

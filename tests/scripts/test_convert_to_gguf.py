@@ -66,8 +66,8 @@ def save(folder, pairs=b"etaoinsh", **settings):
 
 
 @pytest.mark.parametrize("field, words", [
-    (struct.pack("<IIQ", 9, 9, 1), "array of arrays"), (struct.pack("<IIQ", 9, 8, 2**40), "exceeds the file"),
-    (struct.pack("<IQ", 8, 2**40), "exceeds the file"), (struct.pack("<I", 99), "use another file")])
+    (struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000, "use another file"), (struct.pack("<IIQ", 9, 8, 2**40), "exceeds the file"),
+    (struct.pack("<IIQ", 9, 0, 2**40), "exceeds the file"), (struct.pack("<IQ", 8, 2**40), "exceeds the file"), (struct.pack("<I", 99), "use another file")])
 def test_a_header_that_does_not_fit_its_file_is_refused(field, words, gguf, tmp_path):
     """Before the package gguf would make a list of 2^40 elements of it."""
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + field + bytes(64))

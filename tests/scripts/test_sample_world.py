@@ -7,6 +7,8 @@ from itertools import islice
 from scripts.sample import stories
 
 COUNT = 2000
+
+
 def digest(records) -> str:
     return hashlib.sha256(json.dumps(list(records)).encode()).hexdigest()[:16]
 

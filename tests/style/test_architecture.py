@@ -25,7 +25,7 @@ MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
-MOST_CORE_LINES = 14_468  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
+MOST_CORE_LINES = 14_179  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
 NOT_CORE = ("tests", "scripts", "extensions", "data_pipeline")
 KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org",
                "daringfireball.net",  # in the licence of a library
@@ -114,8 +114,8 @@ def test_only_four_modules_import_torch_distributed():
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import model_json, schema; "
-            "from plan import layers, make; from scripts.sample import stories; "
-            "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
+            "from plan import layers; from scripts.sample import stories; "
+            "from data_pipeline import (examples, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -194,7 +194,8 @@ def prove_slic(*paths: Path) -> None:
 def prove_psv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     """Python's csv reads the same rows; the tokens are those of the same records as JSON lines; a short row is refused by its line."""
     from common.errors import DataError
-    from data_pipeline.sources import Reading, Source, read_records
+    from data_pipeline.source_files import Source
+    from data_pipeline.sources import Reading, read_records
     from data_preparation_utils import PreparationOptions, prepare_set
 
     table, lines = out / "chats.psv", out / "chats.jsonl"
@@ -215,6 +216,8 @@ def prove_psv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
 
 RECIPES = {"biases": prove_biases, "Lion": prove_lion, "norm of the weights": prove_number, "spectral": prove_spectral,
            "SLiC": prove_slic, "PSV": prove_psv}
+
+
 def needs(title: str) -> None:
     """Skip where the reference is missing."""
     pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))

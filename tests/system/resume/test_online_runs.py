@@ -14,7 +14,7 @@ from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Source
+from data_pipeline.source_files import Source
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Mixing, RowOrder, open_example_set
 from extensions import online
@@ -237,6 +237,13 @@ def prompts_of(records, stages, folder, **source):
     options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
     source = Source(path=write_jsonl(folder / "asked.jsonl", records), **source)
     return prepare_set("prompts", source, folder / "asked", options)
+
+
+def test_answers_that_no_reward_can_read_are_refused_before_an_answer(stages, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online.Rollouts, "generate", lambda *_: pytest.fail("an answer was generated"))
+    prompts = prompts_of([{"prompt": f"{number}+1?", "answer": [str(number + 1)]} for number in range(40)], stages, tmp_path)
+    assert stages.run("grpo", tmp_path / "runs", REWARD="math", GRPO_DATA_PATH=prompts, MAX_STEPS=1).train() == 2
+    assert "REWARD=math fails for the records' own answers: ValueError: the record's answer is ['" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("column, record", [
