@@ -360,3 +360,26 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     assert (tmp_path / run_folder.LOCK).read_text().startswith("process ")
     with run_folder.lock_run(tmp_path):
         assert f"process {os.getpid()} " in (tmp_path / run_folder.LOCK).read_text()
+
+
+def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_hub_are_followed(tmp_path):
+    folder = save(tmp_path / "models--us--ours" / "snapshots", 1)
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "config.json").rename(folder / "moved.json")
+    (folder / "config.json").symlink_to("moved.json")
+    (folder.parents[1] / "blobs").mkdir()
+    (folder / "model.safetensors").rename(folder.parents[1] / "blobs" / "5f3a")
+    (folder / "model.safetensors").symlink_to("../../blobs/5f3a")
+    assert store.verify(folder) == store.verify(tmp_path / "link")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
+def test_a_permanent_disk_error_is_reported_without_a_retry(tmp_path, monkeypatch, number):
+    def refuse(folder):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: pytest.fail("it waits for what does not pass"))
+    for folder in (tmp_path, tmp_path / "Errno 5, code: 116"):  # a name is not an error's number
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            save(folder, 1, write=refuse)

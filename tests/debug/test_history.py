@@ -204,3 +204,12 @@ def test_random_steps_of_every_stage_come_back(mode, world_size, stages, tmp_pat
         first, output = rng.randrange(step), tmp_path / "out" / str(number)
         recreate(run.folder, step, output, {first: run.checkpoint(first)} if first else {})
         assert hashes(output) == hashes(run.checkpoint(step)), (step, first)
+
+
+def test_other_code_and_ranks_must_be_asked_for(checked, forked, tmp_path, lines):
+    run, output = checked[0].copy(tmp_path / "copy"), tmp_path / "out" / "five"
+    with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
+        recreate(run.folder, 5, output, ranks=2)
+    start_event(run, commit="abc")
+    recreate(run.folder, 5, output, force=True)
+    assert lines[0].startswith("Warning: step 4 was taken with commit abc, but this is")

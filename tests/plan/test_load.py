@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common.errors import PaddockError, SettingsError, run_script
+from common.errors import CheckpointError, PaddockError, SettingsError, run_script
 from config import MODEL_SETTINGS, SECRETS, Config, ModelConfig
 from parallel import process
 from plan import layers
@@ -583,3 +583,12 @@ def test_the_name_of_a_run_is_its_tokenizer_and_a_preparation_takes_that_of_the_
     assert find_run("book", ["--output-dir", "elsewhere"]) == Path("elsewhere/book") and find_run("book") == Path("runs/book")
     Path("book").touch()
     assert tokenizer("--tokenizer-path", "book") == "book", "a file of this name"
+
+
+def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
+    monkeypatch.setenv("HOME", "/of/mine")
+    config = make_plan(["--output-dir=~/runs"], {**DATA, "TOKENIZER_PATH": "~"}).config
+    assert (config.output_dir, config.tokenizer_path) == ("/of/mine/runs", "/of/mine")
+    for setting in ("resume", "pretrain-checkpoint"):
+        with pytest.raises(CheckpointError, match="there is no checkpoint '/of/mine/x' in"):
+            load(f"--{setting}=~/x")

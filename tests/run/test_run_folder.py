@@ -1,8 +1,10 @@
 """The run folder: a refused start changes no file, and the files of a run stay together."""
 
+import math
 import os
 import re
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,10 @@ from factories import (
     stop_at,
 )
 
+from checkpoint import store
+from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError
+from learn.objectives import NextToken
 from run import build as run_build
 from run import folder as run_folder
 
@@ -249,3 +254,59 @@ def test_two_ranks_stop_when_rank_0_has_lost_the_folder(tiny_run):
     text = run.ends([5, 5], partial(delete_in_step, 3, run.folder))
     assert text.count("was renamed or deleted during the run. The state after step 3") == 1
     assert run.steps_saved() == [3]
+
+
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_path):
+    run = TinyRun(prepared, tmp_path / "all" / "runs", **UNMEASURED, PRETRAIN_CHECKPOINT=others["SMALL"])
+    if unnamed:
+        del run.settings["RUN_NAME"]
+    assert run.train() == 5
+    assert not (tmp_path / "all").exists()
+    run.output_dir.mkdir(parents=True)
+    assert run.train() == 5
+    assert list(run.output_dir.iterdir()) == [], "what was there stays"
+
+
+def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    original, before = store.check_room, contents(finished.output_dir)
+    monkeypatch.setattr(store, "check_room",
+                        lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
+    assert finished.train(RESUME="never") == 143
+    assert "nothing was changed" in capsys.readouterr().out
+    assert contents(finished.output_dir) == before
+
+
+def test_settings_that_another_has_put_beside_are_left_alone(finished):
+    foreign = finished.folder / "configs" / "step-of-mine.json"
+    foreign.write_text("{}")
+    assert finished.train(MAX_STEPS=7) == 0 and foreign.exists()
+
+
+def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
+    """A job whose start is refused deletes the folder after this job opened the lock file, and before it locked it."""
+    flock, run_dir = run_folder.fcntl.flock, tmp_path / "run"
+    actions = iter([lambda: shutil.rmtree(run_dir)])
+
+    def too_late(file, how):
+        flock(file, how)
+        next(actions, lambda: None)()
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
+    with run_folder.lock_run(run_dir):
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} "), run_folder.lock_run(run_dir):
+            pass
+
+
+def test_a_bad_step_of_a_run_whose_folder_was_deleted_saves_the_state_before_it(tiny_run, monkeypatch, capsys):
+    run, loss_sum = tiny_run(**UNMEASURED, SAVE_EVERY=1, ASYNC_SAVE="false"), NextToken.loss_sum
+
+    def bad_loss_sum(self, *arguments):
+        summed = loss_sum(self, *arguments)
+        return summed._replace(total=summed.total * (math.nan if ACTIVITY.step == 3 else 1))
+
+    monkeypatch.setattr(NextToken, "loss_sum", bad_loss_sum)
+    with at_step(3, lambda: shutil.rmtree(run.folder)):
+        assert run.train() == 4
+    assert "The state after step 2 is saved in a new folder" in capsys.readouterr().err
+    assert run.steps_saved() == [2]
