@@ -18,6 +18,7 @@ from factories import (
     a_step,
     assert_same_run,
     at_step,
+    flip_bit,
     furthest,
     new_model,
     prepare,
@@ -313,3 +314,11 @@ def test_compiled_losses_are_the_eager_ones(tiny_run, shape):
     for name in ("train_loss", "val_loss"):
         assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
+    flip_bit(finished.checkpoint(6) / "optimizer.safetensors")
+    assert finished.train(MAX_STEPS=6) == 0
+    error = capsys.readouterr().err
+    assert "warning" in error and str(finished.checkpoint(6) / "optimizer.safetensors") in error
+    assert_same_run(finished, whole, 6)

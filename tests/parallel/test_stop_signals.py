@@ -10,7 +10,7 @@ from commands import listening
 from factories import run_ranks
 
 from common.activity import ACTIVITY
-from parallel import process
+from parallel import process, ranks
 from parallel.process import LOOPBACK, listen_at, loopback_interface, restrict_interface
 from parallel.ranks import Interrupted, StopSignals, meeting
 
@@ -86,3 +86,12 @@ def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_firs
         assert interfaces(host, False) == (None, None), "where others would be shut out"
     monkeypatch.setattr(process, "interface_towards", lambda host: "eth1")
     assert interfaces("10.0.0.1", False) == ("eth1", "=eth1")
+
+
+def test_a_second_signal_leaves_although_the_main_thread_never_returns_to_python(capfd, monkeypatch):
+    left, at = [], iter([0.0, 2.0])
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(at, 9.0))
+    monkeypatch.setattr(StopSignals, "_handle", lambda *_: None)
+    answers(capfd, signal.SIGTERM, signal.SIGINT)
+    assert left == [128 + signal.SIGINT]

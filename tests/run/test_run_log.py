@@ -12,7 +12,7 @@ from common.text import print_traceback, show
 from config import Config
 from extensions.trackers import start_trackers
 from run import log as run_log
-from run.log import RunLog, console_line
+from run.log import RunLog, console_line, keep_lines
 
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
            "tokens_per_second": 12345.4, "mfu": 0.4123, "peak_memory_bytes": 2**30}
@@ -341,3 +341,31 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_sa
 
 
 # The lines of an interrupted run
+
+
+def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
+    log = make_log(tmp_path)
+    for step in range(1, 6):
+        log.step({"step": step, "run": 1})
+        log.sample(step, "line\u2028separator\n", "é")
+    log.close()
+    log = make_log(tmp_path, step=3)
+    for step in range(4, 7):
+        log.step({"step": step, "run": 2})
+    log.close()
+    assert [(entry["step"], entry["run"]) for entry in written(tmp_path / "metrics.jsonl")] == [
+        (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line)["prompt"] for line in samples if line] == ["line\u2028separator\n"] * 3
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])
+@pytest.mark.parametrize("unreadable", [b"", b"{}\n", b'{"step": true}\n', b"[" * 100_000 + b"\n", b"\xff\xfe\n"], ids=lambda line: line[:9].decode(errors="replace"))
+def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(unreadable, torn, tmp_path):
+    path, lines, warnings = tmp_path / "metrics.jsonl", [b'{"step": 0}\n', b'{"step": 1, "text": "\xc3\xa9"}\n'], []
+    path.write_bytes(lines[0] + unreadable + lines[1] + torn)
+    assert [entry.step for entry, _ in keep_lines(path, lambda entry: True, warnings.append)] == [0, 1]
+    assert path.read_bytes() == b"".join(lines)
+    aside = tmp_path / "metrics.jsonl.bad"
+    assert warnings == ([f"{path}: 1 unreadable line moved to {aside.name}"] if unreadable else [])
+    assert (aside.read_bytes() if unreadable else b"") == unreadable and len([*tmp_path.iterdir()]) == 1 + bool(unreadable)

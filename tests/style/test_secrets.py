@@ -1,17 +1,22 @@
 """Secrets reach the libraries that need them, and never a file or a stream."""
 
 import json
+import math
 import os
 import re
 import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from factories import TinyRun, argv_of
+from factories import TinyRun, argv_of, do_in_step
+from test_faults import bad_gradient_in_step
+from test_remote import Server
 
 import train
+from common import remote
 from config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,4 +188,43 @@ def test_a_password_in_a_path_is_shown_nowhere(setting, tiny_run, tmp_path, monk
         (tmp_path / "https:").touch()  # it is a local folder, which cannot be made
     run = tiny_run(**{setting: URL.format(PATHS[setting])})
     assert run.train(CHECK=str(setting.endswith("CHECKPOINT")).lower()) in (2, 3, 5)
+    assert_no_canary(tmp_path, *capfd.readouterr())
+
+
+def crash() -> None:
+    """An unexpected exception, whose traceback includes the settings."""
+    do_in_step(3, lambda: 1 / 0)
+
+
+def dump() -> None:
+    """A non-finite step, whose rows and tensors are written to files."""
+    bad_gradient_in_step(5, math.nan)
+
+
+@pytest.mark.parametrize(("plant", "code", "words"), [(crash, 1, "ZeroDivisionError"), (dump, 4, "NON-FINITE in step 5")])
+def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
+    run = TinyRun(prepared, place / "runs", WANDB_ENABLED="true", ENV_FILE=place / ".env")
+    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT, **{
+        name: os.environ[name] for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}})
+    assert job.wait() == [code] and words in job.text(), job.text()
+    assert (run.folder / "debug").exists() == (plant is dump)
+    assert_no_canary(place, job.text())
+
+
+def test_a_password_in_a_source_is_in_no_manifest(prepared, tmp_path, monkeypatch, capfd):
+    text = (prepared.items.parent / "text.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    with Server({"/text.jsonl": text}) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"{server.url.replace('://', '://user:canary@')}/text.jsonl"
+        server.faults = [503, 503]  # after which it is asked again, and says so
+        monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+        (tmp_path / ".env").write_text(f"TOKENIZER_PATH={prepared.tokenizer}\nPREPARATION_WORKERS=1\n")
+        assert run_script("load_pretrain_dataset.py", "--source", url, "--output", "out", monkeypatch=monkeypatch) == 0
+        server.files["/text.jsonl"] = b"{torn\n"
+        for torn_or_missing in (f"{url}?token=canary", f"{url}.jsonl?token=canary"):
+            assert run_script("load_pretrain_dataset.py", "--source", torn_or_missing, monkeypatch=monkeypatch) == 3
+        server.shutdown()
+    (manifest,) = {path.resolve() for path in tmp_path.glob("out/*/manifest.json")}
+    assert "127.0.0.1" in manifest.read_text()
     assert_no_canary(tmp_path, *capfd.readouterr())

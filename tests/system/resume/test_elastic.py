@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import faults
 import pytest
-from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, planned, prepare, run_ranks
+from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, flip_bit, planned, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
@@ -147,3 +147,14 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_
     assert run.train(SHARDING="none") == 0
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole_sharded.lines("ledger")]
     assert run.column("train_loss") == pytest.approx(whole_sharded.column("train_loss"), abs=1e-5)
+
+
+def test_a_damaged_checkpoint_is_skipped_by_all_ranks(whole_sharded, tmp_path):
+    run = whole_sharded.copy(tmp_path / "runs")
+    for step in (6, 4):
+        path = run.checkpoint(step) / store.OPTIMIZER
+        flip_bit(path, {6: path.stat().st_size - 8, 4: path.stat().st_size // 2}[step])
+    text = run.ends([0, 0])
+    for step in (6, 4):
+        assert text.count(f"skipping a checkpoint: {run.checkpoint(step) / store.OPTIMIZER} is damaged: its SHA-256") == 1, text
+    assert_same_run(run, whole_sharded, 6)

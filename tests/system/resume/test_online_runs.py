@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import during
-from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
+from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
 from data_pipeline.shards import TokenizerInfo
@@ -22,6 +22,7 @@ from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
+from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -287,3 +288,12 @@ def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
     process = rewards.process
     process.stdin.close()
     assert process.wait(10) == 0
+
+
+def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_path, monkeypatch):
+    """Of two steps with three updates each, the first update of the second step is not finite."""
+    updates, step, norm = [], Optimizer.step, Reducer.norm
+    monkeypatch.setattr(Optimizer, "step", lambda *arguments: (updates.append(1), step(*arguments))[1])
+    monkeypatch.setattr(Reducer, "norm", lambda self: norm(self) * (torch.nan if len(updates) >= 3 else 1))
+    run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
+    assert run.train() == 4 and len(updates) == 4
