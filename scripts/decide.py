@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.schema import read_entries  # noqa: E402
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import atomic_write, read_json  # noqa: E402
@@ -332,6 +331,8 @@ def flops(run: RunReader) -> float:
 
 
 def ledger(run: RunReader) -> list[dict[str, Any]]:
+    from checkpoint.schema import read_entries
+
     return [*read_entries(run.folder / "ledger.jsonl")]
 
 
