@@ -43,10 +43,6 @@ class Trial(NamedTuple):
         reader.read()
         return reader
 
-    def is_finished(self) -> bool:
-        reader = self.reader()
-        return reader is not None and reader.state()[0] == "finished"
-
 
 def parse_vary(given: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return the names and values of --vary NAME=VALUE,VALUE."""

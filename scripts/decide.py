@@ -16,7 +16,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Optional
@@ -29,6 +28,7 @@ from common.errors import PaddockError, SettingsError, local_path, run_script  #
 from common.files import atomic_write, read_json  # noqa: E402
 from common.text import counted, show  # noqa: E402
 from config import PLAIN_NAME, Config  # noqa: E402
+from extensions import decide  # noqa: E402
 from extensions.arms import (  # noqa: E402
     Fleet,
     Trial,
@@ -40,15 +40,6 @@ from extensions.arms import (  # noqa: E402
     slug_of,
 )
 from extensions.cost import forward_flops  # noqa: E402
-from extensions.decide import (  # noqa: E402
-    ERROR,
-    Look,
-    differences_of,
-    evidence,
-    fewest_pairs,
-    look,
-    sentence,
-)
 from extensions.report.compare import are_unlike, titles  # noqa: E402
 from extensions.report.data import RunReader  # noqa: E402
 from extensions.report.numbers import is_share  # noqa: E402
@@ -78,7 +69,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         "names it (default: the main result of the stage)")
     parser.add_argument("--margin", default=0.0, help="largest difference that does not matter (default: 0)",
                         type=number(float, "0 or more", lambda value: 0 <= value < math.inf))
-    parser.add_argument("--error", default=ERROR, help="share of comparisons of equal recipes that "
+    parser.add_argument("--error", default=decide.ERROR, help="share of comparisons of equal recipes that "
                         "may call them different (default: %(default)s)",
                         type=number(float, "above 0 and below 1", lambda value: 0 < value < 1))
     parser.add_argument("--pairs", metavar="N", default=20, help="largest number of seeds (default: 20)",
@@ -208,8 +199,8 @@ class Comparison:
                 logs = [ledger(runs[0]) for runs in self.runs.values()]
                 self.is_same = bool(logs[0]) and all(log == logs[0] for log in logs)
             seen = self.look()
-            is_last = place + 1 == self.args.pairs
-            text = self.answer(seen, "--pairs allows no more" if is_last else "more follow")
+            more_follow = place + 1 < self.args.pairs
+            text = self.answer(seen, "more follow" if more_follow else "--pairs allows no more")
             self.write(seen, text)
             show(text)
             if seen.is_over or self.is_same:
@@ -236,17 +227,17 @@ class Comparison:
         return {name: [worst if (value := result_of(run, self.judge)) is None else value for run in runs]
                 for name, runs in self.runs.items()}
 
-    def look(self) -> Look:
-        return look(self.results(), self.lower, self.args.error, self.args.margin)
+    def look(self) -> decide.Look:
+        return decide.look(self.results(), self.lower, self.args.error, self.args.margin)
 
-    def answer(self, seen: Look, why: str) -> str:
+    def answer(self, seen: decide.Look, why: str) -> str:
         """Return the sentence that comes first; `why` there are no more pairs yet."""
         names = [arm.name for arm in self.arms]
         if self.is_same:
             return f"{' and '.join(names)} are the same recipe: with seed {self.first}, all steps are equal."
         if len(names) == 2:
             verdict = seen.verdicts[names[0], names[1]]
-            text = sentence(*names, verdict, self.lower, is_share(self.title))
+            text = decide.sentence(*names, verdict, self.lower, is_share(self.title))
         elif len(seen.left) == 1:
             text = f"{seen.left[0]} is the best of {len(names)}"
         else:
@@ -256,7 +247,7 @@ class Comparison:
         after += f"; of comparisons of equal recipes, at most {100 * self.args.error:g} % decide"
         if not seen.is_over:
             after = f"{counted(seen.seeds, 'pair')} so far, {why}"
-            needed = fewest_pairs(self.args.error / math.comb(len(names), 2))
+            needed = decide.fewest_pairs(self.args.error / math.comb(len(names), 2))
             after += f"; a decision takes {needed} or more" * (seen.seeds < needed)
         failed = [run.name for runs in self.runs.values() for run in runs
                   if result_of(run, self.judge) is None]
@@ -264,7 +255,7 @@ class Comparison:
         costs = unequal(self.runs, has_seconds=self.args.equal == "seconds")
         return f"{self.title}: {text}{costs}; {after}."
 
-    def write(self, seen: Look, text: str) -> None:
+    def write(self, seen: decide.Look, text: str) -> None:
         """Write the page: the sentence, the sequence, and the curves of all arms by seed."""
         report = Report([run.folder for runs in self.runs.values() for run in runs])
         report.read()
@@ -275,10 +266,10 @@ class Comparison:
             rows.append([str(self.first + place), *values])
         if len(names) == 2:
             columns += ["difference", f"evidence, {1 / self.args.error:g} is needed"]
-            differences = differences_of(*results.values())
-            for row, difference, proof in zip(rows, differences, evidence(differences)):
+            differences = decide.differences_of(*results.values())
+            for row, difference, proof in zip(rows, differences, decide.evidence(differences)):
                 row += [f"{difference:+.4f}", f"{proof:.1f}"]
-        more = [sentence(a, b, verdict, self.lower, is_share(self.title)) + "."
+        more = [decide.sentence(a, b, verdict, self.lower, is_share(self.title)) + "."
                 for (a, b), verdict in seen.verdicts.items() if len(names) > 2]
         if read_the_same(self.runs):
             more.append("All arms read the same rows in every step.")
@@ -314,15 +305,12 @@ def unequal(runs: dict[str, list[RunReader]], has_seconds: bool) -> str:
     costs = {"tokens": tokens, "FLOPs": flops} | ({"seconds": seconds} if has_seconds else {})
     texts = []
     for name, (run, *_) in others:
-        ratios = {unit: ratio_of(run, base, cost) for unit, cost in costs.items()}
+        pairs = {unit: (cost(run), cost(base)) for unit, cost in costs.items()}
+        ratios = {unit: one / other for unit, (one, other) in pairs.items() if one and other}  # 0: not known
         if parts := [f"{ratio:.2f} times the {unit}" for unit, ratio in ratios.items()
                      if abs(ratio - 1) > ALIKE]:
             texts.append(f"{name} has {' and '.join(parts)} of {first}")
     return f" ({'; '.join(texts)})" * bool(texts)
-
-
-def ratio_of(run: RunReader, base: RunReader, cost: Callable[[RunReader], float]) -> float:
-    return cost(run) / cost(base) if cost(run) and cost(base) else 1.0  # unknown if a run failed at once
 
 
 def tokens(run: RunReader) -> float:
@@ -350,11 +338,9 @@ def ledger(run: RunReader) -> list[dict[str, Any]]:
 
 def read_the_same(runs: dict[str, list[RunReader]]) -> bool:
     """Return whether the arms read the same rows, of the same data, in every step with the same seed."""
-    for of_seed in zip(*runs.values()):
-        read = [(data_of(run), [line["rows_crc32"] for line in ledger(run)]) for run in of_seed]
-        if read[0][0] is None or any(each != read[0] for each in read):
-            return False
-    return True
+    seeds = [[(data_of(run), [line["rows_crc32"] for line in ledger(run)]) for run in of_seed]
+             for of_seed in zip(*runs.values())]
+    return all(read[0][0] is not None and read == [read[0]] * len(read) for read in seeds)
 
 
 def data_of(run: RunReader) -> Optional[dict[str, Any]]:

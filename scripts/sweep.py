@@ -111,7 +111,7 @@ def main() -> None:
     trials = list_trials(args, config, flags)
     prepared = prepared_once(config, flags)
     trials = [Trial(trial.folder, [*trial.flags, *prepared]) for trial in trials]
-    left = [trial for trial in trials if not trial.is_finished()]
+    left = [each for each in trials if not (run := each.reader()) or run.state()[0] != "finished"]
     show(f"{counted(len(trials), 'run')} in {trials[0].folder.parent}, {len(trials) - len(left)} finished")
     fleet = Fleet(gpus_of(config))
     fleet.train(left, done=len(trials) - len(left))

@@ -47,7 +47,9 @@ def opened(folder: Path, **options):
 def test_an_export_has_the_dtype_and_the_context_of_the_base(base, prepared, tmp_path, capsys):
     """Checkpoints are float32, and resume exactly. The fields that are not used are named once and not saved."""
     whole = run_from(base, prepared, tmp_path / "whole").trained()
-    assert "attention_dropout=0.1, which Paddock neither uses nor saves" in " ".join("".join(capsys.readouterr()).split())
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert "attention_dropout=0.1, which Paddock neither uses nor saves" in printed
+    assert "(bfloat16, as the base; checkpoints are float32, to resume exactly)" in printed
     parts = run_from(base, prepared, tmp_path / "parts", STOP_STEP=2).trained()
     del parts.settings["STOP_STEP"]
     assert_same_run(parts.trained(), whole, 4)
