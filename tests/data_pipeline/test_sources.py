@@ -466,3 +466,17 @@ def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows
     column.total_uncompressed_size = 2**30 + 1
     with pytest.raises(DataError, match="x.parquet: a column unpacks into 1,073,741,825 bytes"):
         sources._rows_at_once(SimpleNamespace(url="x.parquet"), None)
+
+
+@pytest.mark.parametrize("content, reason", [
+    (b"text,id\nfirst,1\na,b,2\nlast,3\n", ":3: has 3 values for 2 columns; values with ',' or line ends must be in quotes"),
+    (b"text,id\nfirst,1\nun tres bel \xe9t\xe9,2\nlast,3\n", ":3: has bytes that are not UTF-8; correct the data.* save it as UTF-8, for example with: iconv -f WINDOWS-1252"),
+    (b'text,id\nfirst,1\n"a"b,2\n', ":3: not valid CSV: ',' expected after '\"'; correct the file"),
+    (b"text,text\nfirst,1\n", ":1: two columns have one name: .*; rename one")])
+def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
+    (tmp_path / "x.csv").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        rows_of(tmp_path / "x.csv")
+    if b"last" in content:
+        found, reading = rows_of(tmp_path / "x.csv", skip_bad=True)
+        assert [record["text"] for _, record in found] == ["first", "last"] and reading.bad == 1
