@@ -110,6 +110,18 @@ def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run,
     assert run.lines("ledger") == whole.lines("ledger") and run.hashes(6) == whole.hashes(6)
 
 
+def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
+    few = prepare(tmp_path / "few", documents=15)
+    settings = {"MAX_STEPS": 8, "VALIDATION_ROWS": 1, "OPTIMIZER": "muon"}
+    whole, run = TinyRun(few, tmp_path / "whole", **settings), TinyRun(few, tmp_path / "stopped", **settings)
+    assert whole.train() == 0
+    for step in (2, 5):
+        with stop_at(step):
+            assert run.train() == train.EXIT_PREEMPTED
+    assert run.train() == 0
+    assert_same_run(run, whole, 8)
+
+
 def die():
     raise KeyError("as if killed")
 

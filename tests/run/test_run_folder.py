@@ -1,10 +1,12 @@
 """The run folder: a refused start changes no file, and the files of a run stay together."""
 
+import errno
 import math
 import os
 import re
 import shutil
 import signal
+import stat
 from functools import partial
 from pathlib import Path
 
@@ -223,6 +225,29 @@ def test_a_run_whose_folder_is_lost_stops_after_the_step_and_saves_its_state_in_
     assert run.steps_saved() == [3] and not (run.folder / "metrics.jsonl").exists()
     assert run.train() == 0
     assert_same_run(run, whole, 6, logs=())
+
+
+@pytest.mark.parametrize("refused", ["sync of files", "sync of folders", "rename"])
+def test_a_disk_that_cannot_do_what_a_save_does_is_found_before_the_first_step(refused, tiny_run, monkeypatch, capsys):
+    fsync, rename = os.fsync, Path.rename
+
+    def sync(descriptor):
+        if refused == f"sync of {'folders' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'files'}":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    def move(path, target):
+        if refused == "rename":
+            raise OSError(errno.EPERM, "Operation not permitted", str(path), None, str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", move)
+    run = tiny_run(**UNMEASURED)
+    assert run.train() == 5
+    text = capsys.readouterr()
+    assert "cannot be written: " in text.err and "OUTPUT_DIR" in text.err and "Traceback" not in text.err
+    assert "Step [" not in text.out and run.steps_saved() == []
 
 
 def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, prepared, whole, capsys):

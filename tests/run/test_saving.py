@@ -75,6 +75,21 @@ def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(tiny_run, 
     assert not [*(run.folder / "checkpoints").iterdir()]
 
 
+def test_temporary_errors_are_retried_in_the_thread_and_reported(tiny_run, whole, monkeypatch, capsys):
+    original, failures = TensorFile.write_rows, iter([errno.ESTALE])
+
+    def write_rows(*arguments):
+        if number := next(failures, None):
+            raise OSError(number, os.strerror(number))
+        return original(*arguments)
+
+    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
+    monkeypatch.setattr(store, "RETRY_SECONDS", (0.1,))
+    run = tiny_run().trained()
+    assert "step-00000002 cannot be written: Stale file handle" in capsys.readouterr().err
+    assert_same_run(run, whole, 6)
+
+
 @pytest.mark.parametrize("settings, plant", [({"ASYNC_SAVE": "false"}, None), ({}, "free_host_memory")])
 def test_without_room_for_a_copy_training_stops_for_the_whole_save(tiny_run, whole, monkeypatch, capsys, settings, plant):
     run = tiny_run(**settings)

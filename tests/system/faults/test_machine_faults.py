@@ -6,9 +6,11 @@ The faults are real: small mounted file systems, limits of the kernel, network n
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -124,6 +126,29 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
         assert_same_run(run, whole, 6)
 
 
+def fill_the_disk_in_the_save_of_step_4() -> None:
+    """After the check of the free space, and before the last byte."""
+    original, saves = store.start_writing, iter(range(9))
+
+    def begin(*arguments):
+        temporary = original(*arguments)
+        if next(saves) == 1:
+            fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
+        return temporary
+
+    store.start_writing = begin
+
+
+@needs_mounts
+def test_a_disk_that_fills_within_a_save_publishes_nothing(on_small_disk):
+    run, text = on_small_disk([5], fill_the_disk_in_the_save_of_step_4)
+    assert_one_sentence(text, str(run.checkpoint(4)), "bytes needed", "free")
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert store.verify(run.checkpoint(2))
+    steps = [line["step"] for line in run.metrics()]
+    assert steps in ([*range(5)], [*range(6)]), "there was room for these; a thread writes during the last one"
+
+
 def console_that_nobody_reads() -> None:
     reader, writer = os.pipe()
     for stream in (1, 2):
@@ -223,6 +248,14 @@ def test_finished_parts_of_a_preparation_are_synced_to_disk(synced, prepared, tm
     prepare_set("documents", str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
     assert len(unsynced) > 3 and not any(unsynced), unsynced
     assert {number for _, number, _ in synced} == {(tmp_path / "out").stat().st_ino}
+
+
+def test_a_limit_on_file_sizes_is_an_error_that_names_it(tiny_run):
+    run, (small, tiny) = tiny_run(ASYNC_SAVE="false"), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
+    assert_one_sentence(run.ends([5], small), "100,000", "ulimit -f unlimited")
+    assert run.steps_saved() == []
+    run.ends([5], partial(act, 0, 3, tiny))
+    assert run.steps_saved() == [2]
 
 
 @pytest.fixture
