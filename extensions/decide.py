@@ -161,9 +161,6 @@ def sentence(a: str, b: str, verdict: Verdict, lower: bool, percent: bool = Fals
     return said + f": {b} minus {a} is between {low} and {high}{' points' * percent}" * has_mean
 
 
-# -------------------------------------------------------------------------------------------------- items
-
-
 class Paired(NamedTuple):
     """The result of a paired test of model B against model A."""
 
@@ -227,8 +224,6 @@ def standard_error(values: np.ndarray) -> float:
 
 
 def difference_text(test: Paired, kind: str, percent: bool = False) -> str:
-    """Return a difference with two digits of its error, and the items that were compared."""
-    factor, unit = (100, " points") if percent else (1, "")
-    difference, error = factor * test.difference, factor * test.stderr
-    places = min(6, max(0, 1 - math.floor(math.log10(error)))) if error else 2
-    return f" ({difference:+.{places}f} ± {error:.{places}f}{unit}, paired over {test.n:,} {kind})"
+    """Return a difference with its sign and error, and the items that were compared."""
+    size = size_text(test.difference, test.stderr, percent)
+    return f" ({'-' if test.difference < 0 else '+'}{size}, paired over {test.n:,} {kind})"

@@ -72,11 +72,9 @@ def trends() -> dict[str, "Trend"]:
 class Trend:
     """The first, the best and the last evaluation of the same items."""
 
-    first: Optional[ItemScores] = None
-    best: Optional[ItemScores] = None
-    last: Optional[ItemScores] = None
-
     def __init__(self, evaluation: str, metric: str, higher: bool = False):
+        self.first: Optional[ItemScores] = None
+        self.best = self.last = self.first
         self.evaluation, self.metric = evaluation, metric
         self.sign = -1 if higher else 1  # of a value that should fall
 

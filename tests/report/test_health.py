@@ -67,8 +67,8 @@ def test_the_same_rows_are_compared_in_pairs():
     assert (test.difference / test.stderr, test.p) == pytest.approx((expected.statistic, expected.pvalue)) and expected.statistic == pytest.approx(-15)
 
 
-@pytest.mark.parametrize("losses, word", [((7.6, 5.088, 5.325), "Overfit: validation loss 7.600 → 5.088 at step 10 → 5.325 (+0.237 ± 0.0"),
-                                          ((5.088, 5.325), "Got worse: validation loss 5.088 → 5.325 (+0.237 ± 0.062")])
+@pytest.mark.parametrize("losses, word", [((7.6, 5.088, 5.325), "Overfit: validation loss 7.600 → 5.088 at step 10 → 5.325 (+0.2370 ± 0.0"),
+                                          ((5.088, 5.325), "Got worse: validation loss 5.088 → 5.325 (+0.2370 ± 0.0624")])
 def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     """Issue 50: t = 3.8 on the same chats; the unpaired error of 0.25 sees nothing."""
     values, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
@@ -83,7 +83,7 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
     """The loss does not decide; the reference prefers no answer, so DPO begins at chance."""
     for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance, over 24 chats)."),
                                ((0.0, 13 / 24), False, "Did not learn: held-out preference accuracy 50.0 % → 54.2 % (from chance, over 24 chats)."),
-                               ((10 / 24, 20 / 24), True, "Learned: held-out preference accuracy 41.7 % → 83.3 % (+42 ± 10 points, paired over 24 chats).")):
+                               ((10 / 24, 20 / 24), True, "Learned: held-out preference accuracy 41.7 % → 83.3 % (+41.7 ± 10.3 points, paired over 24 chats).")):
         values, followed = measured(*shares, metric="preferred")
         values |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
         assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
@@ -97,7 +97,7 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
         assert (good_now, text.split(":")[0]) == (good, word) and text.endswith(proof)
     values, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
     values |= curves(train_loss=[0.0, 0.02, 0.05])
-    assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.100 → 0.300 (+0.200 ±")
+    assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.100 → 0.300 (+0.2000 ±")
     assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.100 → 0.900")
 
 
