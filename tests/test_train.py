@@ -281,7 +281,7 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     monkeypatch.setenv("NO_COLOR", "1")
     assert run.train(MAX_STEPS=6) == 0
     printed = capsys.readouterr()
-    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 12 rows\)", " ".join(printed.err.split()))
+    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+), paired over 12 rows\)", " ".join(printed.err.split()))
     assert warnings == [("3.000", "2", "+0.5000")], "of the rise from step 3 on, once; 2.92 is no clear rise"
     assert "resume" in printed.out and f"{run.folder}:best" not in printed.out.split("Finished")[-1]
     with_validation_losses(monkeypatch, {0: 3.3})
