@@ -460,12 +460,12 @@ def _check_types(file: StoredFile, raw: Any, is_stream: bool) -> None:
 def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -> Records:
     """Yield the rows of an `IterableDataset`, with these columns if it has them, else with all."""
     start, done = reading.position, 0
-    if state := start.state:
-        rows.load_state_dict(state["dataset"])
-        done = state["rows"]
     if columns and rows.column_names and {*columns} <= {*rows.column_names}:
         reading.unread = [column for column in rows.column_names if column not in columns]
         rows = rows.select_columns(list(columns))
+    if state := start.state:  # of the selected columns: `select_columns` would forget it
+        rows.load_state_dict(state["dataset"])
+        done = state["rows"]
     correct = {field.name: _without_added_nulls(field.type)
                for field in (rows.features.arrow_schema if rows.features else ())}
     try:

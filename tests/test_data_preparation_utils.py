@@ -216,7 +216,7 @@ def write_source(folder: Path, kind: str) -> str:
             end = b"\r" if kind.endswith(" cr") else b"\n"
             path.write_bytes("".join(f" = {text[6:9]} = \n{text}\n\nand more\n\n" for text in part).encode().replace(b"\n", end) + b"\xff\nend\n".replace(b"\n", end))
         elif path.suffix == ".parquet":
-            rows = pyarrow.table({"text": [*part, None]})
+            rows = pyarrow.table({"number": range(len(part) + 1), "text": [*part, None]})
             pyarrow.parquet.write_table(rows, path, row_group_size=50)
         else:
             lines = [json.dumps({"text": text}) for text in [*part, 5]]
@@ -230,6 +230,7 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
     source = Source(path=write_source(tmp_path / "source", kind), documents=kind.split()[1] if " " in kind else "")
     options = {"on_bad_record": "skip", "max_documents": 550, "validation_fraction": None, "journal_seconds": 0.0}
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    monkeypatch.setattr(sources, "TABLE_ROWS", 100)
     chunks, read = [], []
 
     def counting(spec, documents, fail_at=0):
@@ -340,6 +341,7 @@ def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenize
         write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
     monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    monkeypatch.setattr(sources, "TABLE_ROWS", 100)  # between the states that `datasets` gives
     source, chunks = Source(name=str(hub)), []
     options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}
     calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
