@@ -116,6 +116,8 @@ def test_documents_are_described(sets, inspect, prepared):
     assert facts["repeated"] == 30 and not facts["repeated_is_estimate"]
     assert facts["bytes_per_token"] == pytest.approx(sum(len(text.encode()) for text in texts) / sum(lengths))
     assert facts["longer"] == pytest.approx(sum(length > 128 for length in lengths) / 90)
+    listed = inspect("--list", sets["documents"])
+    assert re.search(rf"documents +90 +{sum(lengths):,} ", listed)
     output = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
     assert "documents, made from" in output and "repeated: 30 documents (33.33 %)" in output and "█" in output
     assert output.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in output
