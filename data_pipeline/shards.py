@@ -698,7 +698,7 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray |
         for shard in shards:
             result = known[shard.path.name]
             if shard.sha256 is not None and result["sha256"] != shard.sha256:
-                raise DataError(f"{shard.path}: is damaged: its SHA-256 starts with {result['sha256'][:12]}, "
+                raise DataError(f"{shard.path} is damaged: its SHA-256 starts with {result['sha256'][:12]}, "
                                 f"{MANIFEST} lists {shard.sha256[:12]}; {ANEW}")
             if result["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():

@@ -81,8 +81,8 @@ USUAL_GPUS = {24: "RTX 4090", 32: "RTX 5090", 48: "L40S", 80: "H100", 141: "H200
 ASSUMED_SHARE = 0.45
 
 
-def host_text(forecast: cost.MemoryEstimate) -> str:
-    sizes = ((forecast.offloaded, "per rank"), (forecast.host, "on the first machine, to save"))
+def host_text(offloaded: int, to_save: int = 0) -> str:
+    sizes = ((offloaded, "per rank"), (to_save, "on the first machine, to save"))
     return "".join(f" and {size / GIB:.2f} GiB of host memory {place}" for size, place in sizes if size)
 
 
@@ -172,8 +172,10 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     if failures := len(checked.exit_codes):
         print_safely(f"{counted(failures, 'problem')} found.", sys.stderr)
     else:
-        is_ready = checked.inputs is not None
-        show("Ready to train." if is_ready else "The plan is complete, but data or a tokenizer is missing.")
+        how = {mark: "memory" in dict(checked.lines[mark]) for mark in ("ok", "warn")}
+        fits = "fits" if how["ok"] else "barely fits" if how["warn"] else "is complete"
+        show("Ready to train." if checked.inputs is not None else
+             f"The plan {fits}, but data or a tokenizer is missing.")
     for mark in ("FAIL", "warn", "ok"):
         for name, text in checked.lines[mark]:
             show(f"  {mark:<4}  {name}: {text}")
@@ -436,7 +438,8 @@ class Check:
         items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in on_device._asdict().items()
                           if value or name not in ("frozen", "host", "offloaded", "process"))
         where = "of resident memory per process" if forecast.process else "per device"
-        text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host_text(forecast)}; {owner} has "
+        text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items})"
+                f"{host_text(forecast.offloaded, forecast.host)}; {owner} has "
                 f"{room / GIB:.1f} GiB")
         in_turn = config.model_copy(update={"async_save": False})
         if forecast_memory(in_turn, *known).total > room:  # without room for the copy, saves are synchronous
@@ -634,8 +637,7 @@ def fitting(config: Config, room: float, *known) -> str:
         if needed.total <= room and {*rules(changed)} <= broken:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
-            return (f"{settings} (about {needed.total / GIB:.2f} GiB{host_text(needed)}, for the same global "
-                    "batch)")
+            return f"{settings} (about {needed.total / GIB:.2f} GiB{host_text(needed.offloaded)})"
     return ""
 
 
@@ -644,7 +646,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
     ways = [way for share in (1, 1 - TIGHT) if (way := fitting(config, share * room, *known))]
     if ways:
         spare = f", which is tight. {100 * TIGHT:.0f} % stays free with "
-        return f"It would fit with {spare.join(dict.fromkeys(ways))}"
+        return f"With the same global batch, it would fit with {spare.join(dict.fromkeys(ways))}"
     dtypes = "" if config.lora_enabled else ", WEIGHT_DTYPE=bf16 and OPTIMIZER_DTYPE=bf16"
     adapters = "" if config.lora_enabled else "LORA_ENABLED=true, "
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full, "

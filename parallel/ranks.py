@@ -146,8 +146,8 @@ class Ranks:
         self.all_reduce_floats([0])
 
 
-# The class of an error, its text and its errno; None without an error.
-Failure = Optional[tuple[str, str, Optional[int]]]
+# The class of an error, its text, its errno and the machine; None without an error.
+Failure = Optional[tuple[str, str, Optional[int], str]]
 
 
 def attempt(make: Callable[[], T]) -> tuple[Optional[T], Failure]:
@@ -155,15 +155,15 @@ def attempt(make: Callable[[], T]) -> tuple[Optional[T], Failure]:
     try:
         return make(), None
     except (PaddockError, Interrupted) as error:
-        return None, (type(error).__name__, str(error), getattr(error, "errno", None))
+        return None, (type(error).__name__, str(error), getattr(error, "errno", None), socket.gethostname())
 
 
 def first_error(failures: Iterable[Failure]) -> Exception:
     """Return the first failure, in the order of ranks, as the error that all ranks raise."""
-    rank, (name, text, number) = next((rank, each) for rank, each in enumerate(failures) if each)
+    rank, (name, text, number, machine) = next((rank, each) for rank, each in enumerate(failures) if each)
     if name == Interrupted.__name__:
         return Interrupted()
-    error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
+    error = getattr(errors, name)(*(f"rank {rank} on {machine}: {text}" if rank else text).split("\n"))
     error.on_all_ranks, error.errno = True, number
     return error
 
@@ -451,7 +451,7 @@ def what_follows_a_signal() -> str:
     if ACTIVITY.phase in ("start-up", "reference"):
         return "stopping before the first step; repeat to exit immediately"
     if ACTIVITY.phase in BEFORE_UPDATE:
-        return f"finishing step {ACTIVITY.step}, then saving; repeat to exit without saving"
+        return f"finishing step {ACTIVITY.step}, then saving, if all ranks can; repeat to exit without saving"
     if ACTIVITY.phase == "the end":
         return "everything is saved; closing the logs; repeat to exit immediately"
     return "saving after at most one more step; repeat to exit without saving"

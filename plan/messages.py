@@ -19,7 +19,8 @@ def assigned(values: Mapping[str, Any]) -> str:
 def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the settings that a preset overrides or the environment sets, and the libraries' variables."""
     overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
-                  if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
+                  if where.startswith(str(PRESETS_DIR)) and {str(value), where}.isdisjoint(
+                      map(str, layers[0].values.get(name, (value,))))]
     if overridden:
         yield f"From the preset, which overrides .env: {', '.join(overridden)}"
     in_environment = [f"{name.upper()}={shortened(without_passwords(value))}"

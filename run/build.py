@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
-from socket import gethostname
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -187,17 +186,17 @@ def on_this_machine(plan: Plan) -> Plan:
 def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -> facts.Opened:
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
-    opened, here = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn)), gethostname()
+    opened = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn))
     if other := differences(plan.identities["data"], facts.identity_of_data(plan.config, opened.inputs)):
-        raise DataError(f"{here}: {plan.config.data_path} is not the data of the first machine (other "
+        raise DataError(f"{plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
     if verifies and plan.start.folder:
         folder, expected = Path(plan.start.folder), plan.identities.get("start", {})
         if (folder / MANIFEST).exists():
             store.verify(folder, plan.start.kind == "continue")
         if expected and differences(expected, facts.identity_of_start(folder)):
-            raise CheckpointError(f"{here}: {folder} is another checkpoint than on the first machine; copy "
-                                  "it to this machine")
+            raise CheckpointError(f"{folder} is another checkpoint than on the first machine; copy it to "
+                                  "this machine")
     return opened
 
 

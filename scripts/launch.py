@@ -49,6 +49,7 @@ from parallel import process
 from parallel.process import LOOPBACK, is_loopback, listen_at
 from plan.command_line import exit_with, export
 from plan.make import make_plan, peek
+from plan.names import assignments
 from scripts.gpus import GpuRequest, take_gpus
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -344,13 +345,15 @@ class Job:
                 if self.store is None:
                     socket.create_connection((host, port), timeout=1).close()
                     self.store = TCPStore(host, port, is_master=False)
+                if self.args.node_rank == 0:
+                    self.store.set("settings", json.dumps(self.config.model_dump(mode="json")))
                 self.store.set(f"machine-{self.args.node_rank}", "started")
                 nodes = range(self.args.nnodes)
                 missing = [node for node in nodes if not self.store.check([f"machine-{node}"])]
             except (OSError, RuntimeError) as error:
                 reason = f" ({(str(error).splitlines() or [''])[0]})"
             if not missing:
-                return
+                return self.yield_to_first()
             names = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
             minutes = MACHINE_MINUTES - int(time.monotonic() - started) // 60
             if minutes <= 0:
@@ -362,6 +365,15 @@ class Job:
                 said = names, minutes
                 show(f"Waiting for {names} at {host}:{port} (up to {minutes} min){reason}")
             time.sleep(1)
+
+    def yield_to_first(self) -> None:
+        """Say that the first machine prints the progress, and which settings of this one it overrides."""
+        if self.args.node_rank:
+            first, given = json.loads(self.store.get("settings")), self.config.model_fields_set
+            ours = self.config.model_dump(mode="json", include=given)
+            unused = assignments({name: value for name, value in ours.items() if value != first[name]})
+            show(f"All {self.args.nnodes} machines are here; the first one decides, and prints the progress."
+                 + f" Not used here: {unused}" * bool(unused))
 
     def agree(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of all machines."""

@@ -1,7 +1,7 @@
 """Create the sample data in data/sample: stories, items, questions, preferences, a tokenizer, and prepared
 data for each stage.
 
-This needs no network and takes less than a minute. If the sample exists, the command returns immediately. For
+This needs no network and takes a minute or two. If the sample exists, the command returns immediately. For
 a smaller sample in another folder, use --stories and --folder.
 """
 
@@ -87,7 +87,7 @@ def main() -> None:
     with wait_for_lock(folder.with_name(f".{folder.name}.lock")):
         if is_up_to_date(folder, stories):
             return
-        show(f"Creating the sample data in {folder} (only once, takes less than a minute) ...")
+        show(f"Creating the sample data in {folder} (only once; it takes a minute or two) ...")
         unfinished = folder.with_name(f".sample-{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()

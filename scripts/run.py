@@ -10,8 +10,8 @@ an interrupted preparation resumes. Without any data or .env, the command trains
 
 Flags are settings (`python train.py --help`), launcher flags (`python scripts/launch.py --help`) and
 preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. After a crash
-or a hang, the run is started again from its newest checkpoint, up to three times (--max-restarts). --check
-prepares the data, then checks the run without sample, and `./paddock check` with --check.
+or a hang, the run is started again from its newest checkpoint, up to three times (--max-restarts). `./paddock
+check` with the same flags prepares the data and checks the run, but does not train.
 """
 
 import os
@@ -61,9 +61,9 @@ The first run creates the sample, short stories made from templates, in data/sam
 --preset sample, so all flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "Training a small Llama 3 on Paddock's sample data, short stories made from templates. Its 300 steps "
-    "take 34 s on two CPU cores. Evaluations during training ask the model which of four endings fits an "
-    "unseen story (chance is 25 %).")
+    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take 34 s on two CPU "
+    "cores. Evaluations during training ask the model which of four endings fits an unseen story (chance is "
+    "25 %).")
 SAMPLE = "data/sample/"
 
 

@@ -1,6 +1,7 @@
 """What a run prints at its start and at its end, and its columns on a terminal."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -202,7 +203,9 @@ def ending(run: Run, result: str) -> list[str]:
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
              "use it": command(script, target)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
-        lines["resume"] = command("scripts/run.py", *flags)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks.world_size))
+        lines["resume"] = command("scripts/run.py", *flags) + (
+            "  (with the launcher's flags, on each machine)" if ranks_here < run.ranks.world_size else "")
     dtype = run.model.source.dtype if run.model.source else None
     if dtype not in (None, "float32") and not (config.lora_enabled or config.bf16_weights):
         lines["export"] = (command("scripts/export.py", folder, "--to", "hf", "--output", "FOLDER")

@@ -8,8 +8,8 @@
 #
 # Flags after the script go to train.py; sbatch flags before it override the lines
 # below. Submit it from Paddock's folder on a shared file system, after setting up
-# the environment and preparing the data (bash scripts/run.sh --check). After a
-# plain scancel, the run has KillWait seconds to save, often 30.
+# the environment and preparing the data (./paddock check). After a plain
+# scancel, the run has KillWait seconds to save, often 30.
 #
 #SBATCH --job-name=paddock
 #SBATCH --nodes=2

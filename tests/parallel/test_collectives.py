@@ -1,6 +1,7 @@
 """What ranks say to each other, and with how many messages."""
 
 import errno
+from socket import gethostname
 
 import pytest
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def talk() -> None:
 
         calls.clear()
         assert ranks.raise_on_all(fail(ranks, set())) == ranks.rank and calls == [1], "a word, when all is well"
-        for failing, message in (({0, 2}, "line 0"), ({1, 2}, "rank 1: line 1"), ({2}, "rank 2: line 2")):
+        for failing, message in (({0, 2}, "line 0"), ({1, 2}, f"rank 1 on {gethostname()}: line 1"), ({2}, f"rank 2 on {gethostname()}: line 2")):
             with pytest.raises(DataError) as raised:
                 ranks.raise_on_all(fail(ranks, failing))
             assert str(raised.value) == message and raised.value.on_all_ranks

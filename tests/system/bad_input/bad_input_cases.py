@@ -230,7 +230,7 @@ LONG = "a" * 300  # longer than any file name may be
 
 SHARDS = group(
     "shard", TRAIN, 3,
-    missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin: is damaged: its SHA-256"),
+    missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin is damaged: its SHA-256"),
     pipe=(instead(SHARD, os.mkfifo), "00001.bin: cannot be read: is not a plain file"),
     another_tokenizer=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[:-1])), "made with another tokenizer"),
     set_missing=(gone("set"), "set: (no such file or folder|holds neither)"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),

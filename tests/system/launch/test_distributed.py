@@ -1,6 +1,7 @@
 """Several ranks train like one. The ranks are real processes with gloo."""
 
 import os
+from socket import gethostname
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def check_collectives() -> None:
     assert ranks.all_gather_json("x" * (1 + 5 * ranks.rank)) == ["x", "xxxxxx"]
     assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank and ranks.gather_or_raise(lambda: ranks.rank) == [*range(WORLD)]
 
-    for bad_rank, text in ((0, "no such file"), (1, "rank 1: no such file")):
+    for bad_rank, text in ((0, "no such file"), (1, f"rank 1 on {gethostname()}: no such file")):
         def fail(bad_rank=bad_rank):
             if ranks.rank == bad_rank:
                 raise DataError("no such file")
