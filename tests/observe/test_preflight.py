@@ -124,7 +124,7 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
 
     out = planned()
     assert "PRETRAIN_DATA_PATH is not set" in out and "TOKENIZER_PATH is not set" in out and "FAIL" not in out
-    assert "8,030,261,248 parameters" in out and "a GPU of 80 GB has 74.5" in out and out.startswith("The plan is complete, but")
+    assert "8,030,261,248 parameters" in out and "a GPU of 80 GB has 74.5" in out and out.startswith("The plan fits, but")
     assert len(steps := re.findall(r"20 per parameter need MAX_STEPS=(\d+)\n", out)) == 1
     assert " 20.00 per parameter" in (out := planned("--max-steps", *steps)) and "few tokens" not in out
     out = planned("--tokenizer-path", "nowhere.model", "--pretrain-data-path", "nowhere")
@@ -182,7 +182,7 @@ def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, 
     assert re.fullmatch(r"tight: about .* Forecasts are good to 5 %, so leave 8 % free", checked.text("warn"))
     checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
     assert (checked.code, checked.marks()["memory"], checked.err) == (2, "FAIL", "1 problem found.\n") and "Ready" not in checked.out
-    assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("FAIL")
+    assert "With the same global batch, it would fit with MICRO_BATCH_SIZE=4 " in checked.text("FAIL")
     assert Checked(run, capsys, DEVICE_MEMORY=1e-6, DEVICE="cuda").code == 2, "as on a planned GPU"
 
 

@@ -418,7 +418,7 @@ def test_a_machine_that_never_starts_is_an_error_that_names_it(monkeypatch, tiny
     monkeypatch.setattr(launcher, "MACHINE_MINUTES", 0)
     with pytest.raises(SettingsError, match="^nodes 1, 2 did not start within 0 min at 127.0.0.1"):
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            job = launcher.Job(Namespace(nnodes=3, node_rank=0), [], None, 1)
+            job = launcher.Job(Namespace(nnodes=3, node_rank=0), [], Config(), 1)
             job.endpoint, job.store = listening.getsockname(), ranks.host_store(listening)
             job.wait_for_machines()
 
@@ -429,7 +429,7 @@ def test_two_launchers_are_one_job(killed, tiny_run):
     """As on two machines, except for the network; the folder is shared."""
     run, port = tiny_run(), free_port()
     commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(),
+                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(), *["--weight-decay=0.5"] * node,
                         plant="test_launch:die" if killed else "", planted_in=1) for node in (0, 1)]
     codes = [command.wait() for command in commands]
     if killed:
@@ -438,3 +438,4 @@ def test_two_launchers_are_one_job(killed, tiny_run):
         assert "rank 0 stops, because another rank has exited" in commands[0].last_line()
     else:
         assert codes == [0, 0] and run.steps_saved()[-1] == 6
+        assert "the first one decides, and prints the progress. Not used here: WEIGHT_DECAY=0.5" in commands[1].text()
