@@ -260,3 +260,9 @@ def test_other_ranks_get_all_that_the_facts_add():
                             untrained_ids=(4, 5), notes=("a note",), warnings=("a warning",), deferred=("compile",), exports={})
     again = Plan.from_json(json.loads(json.dumps(complete_plan.to_json())))
     assert {each.name: getattr(again, each.name) for each in fields(Plan)} == {each.name: getattr(complete_plan, each.name) for each in fields(Plan)}
+
+
+def test_a_restart_has_the_plan_and_the_notes_of_the_first_start():
+    first = plan("--preset", "sample")
+    again = plan("--preset", "sample", **{RESTART: json.dumps({"restart": 1, "settings": first.of_files()})})
+    assert (again.config, again.notes) == (first.config, first.notes)
