@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 from itertools import islice
+from random import Random
 
-from scripts.sample import stories
+from scripts.sample import preferences, stories
 
 COUNT = 2000
 
@@ -47,3 +49,13 @@ def test_held_out_facts_are_never_trained_on():
     trained = facts_in(islice(stories.texts(), 2000)).union(*files.values())
     assert len(trained) > 4000 and len(held_out) > 1000
     assert not trained & held_out
+
+
+def test_neither_a_layout_nor_a_length_is_right_in_more_than_half_of_the_pairs():
+    records = preferences.pairs(preferences.WORDS, 40, Random(0))
+    assert sorted((each["chosen"].count("\n"), each["rejected"].count("\n")) for each in records) == [(0, 2)] * 20 + [(2, 0)] * 20
+    for each in records:
+        words = set(re.findall(r"\w+", each["chosen"]))
+        assert words == set(re.findall(r"\w+", each["rejected"])) and words <= set(re.findall(r"\w+", each["prompt"]))
+        assert each["prompt"].endswith("column." if "\n" in each["chosen"] else "row.")
+        assert preferences.words(each["prompt"], each["rejected"].upper(), {"answer": each["chosen"]}) == 1

@@ -19,7 +19,7 @@ from factories import TINY, UNMEASURED, write_jsonl
 pytestmark = pytest.mark.slow
 ELSEWHERE = re.compile("|".join((
     r"--gpus|--nnodes|--nproc|NPROC|torchrun|--memory-snapshot|--ranks|--profile-steps", "serve",  # GPUs and clusters; what does not end
-    r"[\w-]+/[\w.-]*(?:Llama|SmolLM)|OWNER/|hf://|fineweb|models/smollm2|appointments|results/|\bgsm8k|--tasks|PADDOCK_UV|prepare hellaswag",  # the hub
+    r"[\w-]+/[\w.-]*(?:Llama|SmolLM)|OWNER/|hf://|fineweb|models/smollm2|appointments|layouts|sample.preferences|results/|\bgsm8k|--tasks|PADDOCK_UV|prepare hellaswag",  # the hub
     r"\b(?:NAME|RUN|SWEEP|PATTERN|FOLDER|SOURCE|FILES?|MODEL|ITEMS|DATA|N|K|STEP)\b",  # the reader's own names
     r"paddock (?:demo|pipeline|decide|test|sweep|without|doctor)|scripts/dev|gpu_suite|mutations|pytest|verify_resume|heroes|results\.py",
     r"--preset sample|recipes.py|--prepare-ahead|--figure|theirs|write_docs|golden\.py",
