@@ -22,6 +22,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
+from common.text import command
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
@@ -327,13 +328,17 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
         saved_stage = saved.get("TRAINING_STAGE")
         if stage == "dpo" != saved_stage:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
-                                "settings of a DPO run; use a DPO checkpoint, or text or chats")
+                                "settings of a DPO run; use a DPO checkpoint, alone or after the model to "
+                                f"compare it with ({command('scripts/evaluate.py')} MODEL RUN --data ...), "
+                                "or text or chats")
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
                    "validate_every": (1, ""), "validation_data_path": (None if mixed else data, "--data")}
         if stage != saved_stage:  # cross-entropy on text or chats
             merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, ""),
                        "metric": ("", "")}
-    # Flags that name a set enable it, even if the run did not evaluate it.
+    # A set that is named is evaluated, even if the run did not.
+    if merged.get("validation_data_path", (None, ""))[0]:
+        merged["validate_every"] = (1, "")
     if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
         merged["hellaswag_every"] = (1, "")
     if "hellaswag_path" in flags.values:  # the recorded name is that of other items

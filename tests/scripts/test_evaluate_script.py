@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
-from factories import start, tiny_model_folder
+from factories import UNMEASURED, start, tiny_model_folder
 
 from common.errors import DataError, SettingsError
 from extensions.decide import compare_items
@@ -52,6 +52,11 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     assert table[4].split() == ["HellaSwag", "accuracy", share, "±", error, "%", "25.0", "%", "10"]
     assert table[5].split()[1:4] == ["accuracy", "(per", "length)"] and table[-1] == "± is one standard error, over the n items."
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
+
+
+def test_a_set_that_the_run_names_is_evaluated_although_the_run_did_not(tiny_run, prepared, tmp_path):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=1, VALIDATION_DATA_PATH=prepared.shards).trained()
+    assert "val_loss" in evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
 
 
 @pytest.mark.slow
