@@ -112,7 +112,7 @@ def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     advice = memory_advice(config, int(memory * 1e9), *known)
     (proposed, forecast), *roomy = re.findall(r"with ([A-Z_]+=.*?) \(about ([\d.]+) GiB", advice)
     is_tight = float(forecast) > (1 - TIGHT) * memory * 1e9 / GIB
-    assert advice.startswith("It would fit with ") and (is_tight or not roomy) and len(roomy) < 2
+    assert advice.startswith("With the same global batch, it would fit with ") and (is_tight or not roomy) and len(roomy) < 2
     assert all(float(needed) <= (1 - TIGHT) * memory * 1e9 / GIB for _, needed in roomy)
     better = make_plan([*flags, *(f"--{part.lower().replace('_', '-')}" for part in proposed.split())], {}, complete=False).config
     total = estimate_memory(better, *known).total
