@@ -168,7 +168,7 @@ def clean(runs: list[Run]) -> None:
     show(*(f"{size_text(size):>10}  {item.path}  ({item.reason})" for item, size in zip(items, sizes)))
     total = f"{counted(len(items), 'folder')} ({size_text(sum(sizes))})"
     if not sys.stdin.isatty():
-        return show(f"Nothing was deleted. To delete {total}, run this command in a terminal, which "
+        return show(f"Nothing was deleted. To delete {total}, run this command in a terminal; it "
                     "asks first.")
     show_part(f"Delete {total}? Type yes: ")
     if sys.stdin.readline().strip() != "yes":

@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=80, help="number of training pairs")
     parser.add_argument("--test", type=int, default=80, help="number of test pairs")
     args = parser.parse_args()
+    if not 1 <= min(args.train, args.test) <= max(args.train, args.test) <= 10_000:
+        parser.error("--train and --test: use 1 to 10,000 pairs; there are few more of these words")
     draw = random.Random(0)
     known = draw.sample(WORDS, len(WORDS))
     half = len(known) // 2
