@@ -93,14 +93,15 @@ def die():
 
 @pytest.mark.parametrize("step, saved, is_killed", [(3, 3, False), (6, 6, False), (6, 4, True), (2, 0, True)])
 def test_a_run_that_was_stopped_and_resumed_is_identical(step, saved, is_killed, whole, tiny_run, capsys):
-    """By a signal after a step, or killed in it: each step after the last checkpoint is logged once all the same."""
+    """By a signal after a step, or killed in it: each step after the last checkpoint is logged once."""
     run, last = tiny_run(), step - is_killed
     with at_step(step, die) if is_killed else stop_at(step):
         if is_killed:
             pytest.raises(KeyError, run.train)
         else:
             assert run.train() == train.EXIT_PREEMPTED
-    assert (run.steps_saved() or [0])[-1] == saved and [line["step"] for line in run.metrics()] == [*range(last + 1)]
+    assert (run.steps_saved() or [0])[-1] == saved
+    assert [line["step"] for line in run.metrics()] == [*range(last + 1)]
     capsys.readouterr()
     assert run.train() == 0
     assert_same_run(run, whole, 6)

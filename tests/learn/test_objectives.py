@@ -377,7 +377,8 @@ def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
 
 def mean_logprobs(model, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The mean log-probability of a token of each chosen and each rejected answer."""
-    means = [[torch.tensor([value / length]) for value, length in documents] for documents in naive_logprobs(model, batch)]
+    means = [[torch.tensor([value / length]) for value, length in documents]
+             for documents in naive_logprobs(model, batch)]
     return [pair for row in means for pair in zip(row[::2], row[1::2])]
 
 

@@ -146,7 +146,8 @@ def test_wandb_gets_tables_and_the_report_and_prints_the_upload_command(tmp_path
         (2, {"samples": {"columns": ["step", "prompt", "text"], "data": [SAMPLE]}}), (2, VALUES),
         (2, {"evaluation": {"columns": ["step", "metric", "value"], "data": EVALUATION}})]
     fake.Artifact.assert_called_once_with("report-abc", "report")
-    fake.Artifact.return_value.add_file.assert_called_once_with(str(tmp_path / "my runs" / "run" / "report.html"))
+    page = tmp_path / "my runs" / "run" / "report.html"
+    fake.Artifact.return_value.add_file.assert_called_once_with(str(page))
     fake.log_artifact.assert_called_once_with(fake.Artifact.return_value)
     assert fake.init.call_args.kwargs["config"] == Config(wandb_enabled=True).public()
     printed = capsys.readouterr().out.partition("Upload to wandb: ")[2].splitlines()[0]
@@ -164,7 +165,8 @@ def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
     assert logged(fake) == expected
     reserved = {"project", "run", "timestamp", "step", "time", "metrics"}
     assert not any(reserved & values.keys() for _, values in expected)
-    fake.log_artifact.assert_called_once_with(tmp_path / "run" / "report.html", name="report-12ab", type="report")
+    page = tmp_path / "run" / "report.html"
+    fake.log_artifact.assert_called_once_with(page, name="report-12ab", type="report")
     named = fake.init.call_args.kwargs
     assert (named["project"], named["name"], named["resume"]) == ("paddock", "run-12ab", "allow")
     fake.finish.assert_called_once_with()
@@ -211,10 +213,11 @@ def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_pa
     monkeypatch.setitem(sys.modules, "mlflow", None)
     opened(tmp_path / "run", 3, mlflow_enabled=True).close()
     error = capsys.readouterr().err
-    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in error, "without the error's class"
+    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in error, "without a class"
 
 
-@pytest.mark.parametrize("bad, error", [("init", SystemExit(1)), ("log", RuntimeError), ("finish", RuntimeError)])
+@pytest.mark.parametrize("bad, error", [
+    ("init", SystemExit(1)), ("log", RuntimeError), ("finish", RuntimeError)])
 def test_a_tracker_that_raises_costs_one_warning(bad, error, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     opened(tmp_path / "not installed", wandb_enabled=True).close()

@@ -74,7 +74,8 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
     assert fields["tokenizer.ggml.pre"] == "llama-bpe" and fields["tokenizer.ggml.add_bos_token"] is True
     context = fields[f"{fields['general.architecture']}.context_length"]
     if name == "yarn":  # which neither Paddock nor transformers reads
-        scaling = {key.removeprefix("qwen2.rope.scaling."): value for key, value in fields.items() if "rope.scaling" in key}
+        scaling = {key.removeprefix("qwen2.rope.scaling."): value for key, value in fields.items()
+                   if "rope.scaling" in key}
         assert scaling == {"type": "yarn", "factor": 4.0, "original_context_length": 64,
                            "yarn_beta_slow": 1.0, "yarn_beta_fast": 32.0}
     assert context == {"mistral": 100, "llama3 scaling": 512, "llama 3.1": 65_536}.get(name, 256)

@@ -26,8 +26,8 @@ def test_a_comparison_trains_each_arm_once(prepared, tmp_path):
     command = ("scripts/decide.py", "--vary", "learning_rate=0.0001,0.02", "--pairs", "1", *flags)
     done = python(*command)
     assert done.returncode == 0, done.stderr
-    answer = ("validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; 1 pair so far, "
-              "--pairs allows no more; a decision takes 6 or more.")
+    answer = ("validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; "
+              "1 pair so far, --pairs allows no more; a decision takes 6 or more.")
     assert [line for line in done.stdout.splitlines() if line.startswith("validation loss: ")] == [answer]
     folder = run.output_dir / "decide-learning_rate"
     arms = [folder / f"decide-learning_rate-{rate}-seed1337" for rate in ("0.0001", "0.02")]
@@ -41,7 +41,8 @@ def test_a_comparison_trains_each_arm_once(prepared, tmp_path):
     one, other = (reader.value("val_loss") for reader in readers)
     assert other - one == pytest.approx(float(row[3]), abs=1e-4)
     again = python(*command)
-    assert again.returncode == 0 and answer in again.stdout and "===" not in again.stdout, "nothing is trained again"
+    assert again.returncode == 0 and answer in again.stdout
+    assert "===" not in again.stdout, "nothing is trained again"
     other = python(*command, "--margin=0.1")
     assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
 

@@ -67,8 +67,8 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, dim, changes, prepared, tm
         assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.full())
     new = [tensor.full() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
     assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past of another"
-    run, parted = (TinyRun(prepared, tmp_path / name, **settings, **changes, PRETRAIN_CHECKPOINT=tmp_path / "grown")
-                   for name in ("whole", "parted"))
+    settings |= changes | {"PRETRAIN_CHECKPOINT": tmp_path / "grown"}
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
     for each in (run, parted):
         each.settings.pop("N_LAYERS")
         each.settings.pop("MULTIPLE_OF")
@@ -76,7 +76,8 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, dim, changes, prepared, tm
     assert parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
     if changes:  # only the new layers are trained
-        before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
+        folders = (tmp_path / "grown", run.checkpoint(8))
+        before, after = map(huggingface.load_model_weights, folders)
         changed = {name for name in before if not torch.equal(before[name].full(), after[name].full())}
         assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
         assert {name.split(".")[1] for name in read_optimizer(run.checkpoint(8))} == {"1", "3"}

@@ -70,7 +70,8 @@ def die_in_engine(turn: int) -> None:
     during(Engine, "step", faults.die, turn)
 
 
-@pytest.mark.parametrize("turn", [pytest.param(5, marks=pytest.mark.slow), 33, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turn", [
+    pytest.param(5, marks=pytest.mark.slow), 33, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_kill_while_generating_changes_neither_weights_nor_rollouts(turn, stages, whole, tmp_path):
     run = stages.run("grpo", tmp_path)
     run.ends([-9], partial(die_in_engine, turn))
