@@ -165,10 +165,10 @@ def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return places
 
 
-def torchrun(run: TinyRun, *flags: str, plant: str = "", **changes) -> Command:
+def torchrun(run: TinyRun, *flags: str, **changes) -> Command:
     """torchrun train.py, on two ranks."""
     return Command(run, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORLD}", "--master-addr=127.0.0.1",
-                   f"--master-port={free_port()}", *flags, ROOT / "train.py", *run.argv(**changes), plant=plant)
+                   f"--master-port={free_port()}", *flags, ROOT / "train.py", *run.argv(**changes))
 
 
 def launch(run: TinyRun, *flags: str, plant: str = "", planted_in: int = 1, env: Optional[dict] = None, **changes) -> Command:

@@ -70,14 +70,10 @@ def test_the_first_rows_of_each_step_stay_as_they_are():
     assert RowOrder(Mixing((10**10,)), 4, 1, 1337).all_rows(10**6).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
 
 
-def token_set(ids, dtype="uint16", cut=()):
-    parts = np.split(np.asarray(ids, dtype), cut)
-    shards = []
-    for part in parts:
-        shard = Shard(None, dtype, 0, len(part))
-        shard.__dict__["read"] = lambda start, count, part=part: part[start:start + count]
-        shards.append(shard)
-    return TokenSet(tuple(shards), "")
+def token_set(ids):
+    shard, ids = Shard(None, "uint16", 0, len(ids)), np.asarray(ids, "uint16")
+    shard.__dict__["read"] = lambda start, count: ids[start:start + count]
+    return TokenSet((shard,), "")
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))

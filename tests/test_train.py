@@ -87,19 +87,31 @@ def starts_and_ends(run) -> list[tuple]:
             if event["event"] in ("start", "end")]
 
 
-@pytest.mark.parametrize("step", [3, 6])
-def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, capsys):
-    run = tiny_run()
-    with stop_at(step):
-        assert run.train() == train.EXIT_PREEMPTED
-    assert run.steps_saved()[-1] == step and [line["step"] for line in run.metrics()] == list(range(step + 1))
+def die():
+    raise KeyError("as if killed")
+
+
+@pytest.mark.parametrize("step, saved, is_killed", [(3, 3, False), (6, 6, False), (6, 4, True), (2, 0, True)])
+def test_a_run_that_was_stopped_and_resumed_is_identical(step, saved, is_killed, whole, tiny_run, capsys):
+    """By a signal after a step, or killed in it: each step after the last checkpoint is logged once."""
+    run, last = tiny_run(), step - is_killed
+    with at_step(step, die) if is_killed else stop_at(step):
+        if is_killed:
+            pytest.raises(KeyError, run.train)
+        else:
+            assert run.train() == train.EXIT_PREEMPTED
+    assert (run.steps_saved() or [0])[-1] == saved
+    assert [line["step"] for line in run.metrics()] == [*range(last + 1)]
     capsys.readouterr()
     assert run.train() == 0
     assert_same_run(run, whole, 6)
-    assert starts_and_ends(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
-    printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
-    assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in " in printed
-    assert re.search(f"result   loss {first['val_loss']:.3f} to {last['val_loss']:.3f} ± ", printed)
+    why = "KeyError: 'as if killed'" if is_killed else "stopped by a signal"
+    assert starts_and_ends(run) == [
+        ("start", 0, None), ("end", last, why), ("start", saved, last), ("end", 6, "finished")]
+    printed, (first, *_, end) = capsys.readouterr().out, run.metrics()
+    took = f"; this start took {6 - saved} of them" * bool(saved)
+    assert f"Finished 6 steps (1,536 tokens){took} in " in printed
+    assert re.search(f"result   loss {first['val_loss']:.3f} to {end['val_loss']:.3f} ± ", printed)
 
 
 def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run, tmp_path):
@@ -108,35 +120,6 @@ def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run,
         assert run.train() == 143
     assert train.main(["--output-dir", str(run.output_dir), "--run-name", run.folder.name, "--device", "cpu"]) == 0
     assert run.lines("ledger") == whole.lines("ledger") and run.hashes(6) == whole.hashes(6)
-
-
-def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
-    few = prepare(tmp_path / "few", documents=15)
-    settings = {"MAX_STEPS": 8, "VALIDATION_ROWS": 1, "OPTIMIZER": "muon"}
-    whole, run = TinyRun(few, tmp_path / "whole", **settings), TinyRun(few, tmp_path / "stopped", **settings)
-    assert whole.train() == 0
-    for step in (2, 5):
-        with stop_at(step):
-            assert run.train() == train.EXIT_PREEMPTED
-    assert run.train() == 0
-    assert_same_run(run, whole, 8)
-
-
-def die():
-    raise KeyError("as if killed")
-
-
-@pytest.mark.parametrize(("step", "saved"), [(6, [2, 4]), (2, [])])
-def test_a_killed_run_goes_on_from_its_last_checkpoint(step, saved, whole, tiny_run):
-    """Or from the beginning. Each step after the checkpoint is logged once, although it was logged before the kill."""
-    run = tiny_run()
-    with at_step(step, die), pytest.raises(KeyError):
-        run.train()
-    assert run.steps_saved() == saved and [line["step"] for line in run.metrics()] == list(range(step))
-    assert run.train() == 0
-    assert_same_run(run, whole, 6)
-    assert starts_and_ends(run) == [("start", 0, None), ("end", step - 1, "KeyError: 'as if killed'"),
-                         ("start", max([0, *saved]), step - 1), ("end", 6, "finished")]
 
 
 def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from checkpoint import model_json, store
 from checkpoint.tensors import open_tensors
 from common.errors import PaddockError
 from common.files import plain
-from common.text import counted, duration, show_part, wrapped
+from common.text import duration, show_part, wrapped
 from data_pipeline.mixture import read_mix
 from data_pipeline.shards import TokenizerInfo, open_token_set, read_data_manifest
 from extensions.inference.text import read_prompts
@@ -21,13 +21,6 @@ from tokenizer import load_tokenizer
                                             (7530, "2 h 05 min"), (86_399, "23 h 59 min"), (86_400, "1 d 00 h"), (360_000, "4 d 04 h")])
 def test_durations(seconds, shown):
     assert duration(seconds) == shown
-
-
-@pytest.mark.parametrize("number, noun, shown", [(0, "row", "0 rows"), (1, "training row", "1 training row"), (1234, "row", "1,234 rows"),
-                                                 (1, "micro-batch", "1 micro-batch"), (2, "micro-batch", "2 micro-batches"),
-                                                 (1, "process", "1 process"), (2, "process", "2 processes")])
-def test_counts(number, noun, shown):
-    assert counted(number, noun) == shown
 
 
 @pytest.mark.parametrize("is_terminal, printed", [(True, "a\\x1b[2J\nb\\u202e\\udc80"), (False, "a\x1b[2J\nb\u202e?")])

@@ -40,8 +40,7 @@ SHARDS = {"documents": 600, "chats": 2300}
 CHATS = {"TRAINING_STAGE": "sft", "RANDOM_INIT": "true", "MAX_SEQ_LEN": 128, "TOTAL_BATCH_SIZE": 1024}
 
 
-def write_source(folder, documents=None, bad=None, kind="documents"):
-    """Write JSON lines, of which line `bad`, counted from 1, is not JSON."""
+def write_source(folder, documents=None, kind="documents"):
     documents = documents or (120 if kind == "documents" else 240)
     folder.mkdir(parents=True, exist_ok=True)
     dice = Random(3)
@@ -53,12 +52,7 @@ def write_source(folder, documents=None, bad=None, kind="documents"):
         asked, answer = text * (5 if number % 40 == 30 else 1), text[:1 + 7 * number % 23] * (9 if number % 40 == 10 else 1)
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 
-    path = Path(write_jsonl(folder / "text.jsonl", map(record, range(documents))))
-    lines = path.read_text().splitlines()
-    if bad:
-        lines[bad - 1] = lines[bad - 1][:-9]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return Path(write_jsonl(folder / "text.jsonl", map(record, range(documents))))
 
 
 def prepare(source, tokenizer, output, ahead=True, kind="documents", **options):

@@ -375,17 +375,20 @@ def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
     torch.testing.assert_close(torch.cat([first.stored["point_B1"], second.stored["point_B1"]]), point)
 
 
+def mean_logprobs(model, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The mean log-probability of a token of each chosen and each rejected answer."""
+    means = [[torch.tensor([value / length]) for value, length in documents]
+             for documents in naive_logprobs(model, batch)]
+    return [pair for row in means for pair in zip(row[::2], row[1::2])]
+
+
 def test_orpo_equals_trl_on_each_pair():
     trl_orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
     batch = pair_rows(10)
     model = model_that_knows(batch)
     trainer = SimpleNamespace(beta=0.1, accelerator=SimpleNamespace(device=torch.device("cpu")))
-    expected = 0.0
-    for documents in naive_logprobs(model, batch):
-        for chosen, rejected in zip(documents[::2], documents[1::2]):
-            good, bad = (torch.tensor([value / length]) for value, length in (chosen, rejected))
-            losses = trl_orpo.ORPOTrainer.odds_ratio_loss(trainer, good, bad)[0]
-            expected += float(-good - losses)
+    expected = sum(float(-good - trl_orpo.ORPOTrainer.odds_ratio_loss(trainer, good, bad)[0])
+                   for good, bad in mean_logprobs(model, batch))
     found = ORPO(PreferenceConfig(orpo_lambda=0.1)).loss_sum(model, batch)
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
 
@@ -396,17 +399,12 @@ def test_simpo_equals_trl_on_each_pair(beta, gamma):
     batch, model = pair_rows(11), model_of(0)
     trainer = SimpleNamespace(loss_type="simpo", simpo_gamma=gamma, beta=beta, label_smoothing=0.0, alpha=0.0,
                               accelerator=SimpleNamespace(device=torch.device("cpu")))
-    expected, margins, wins = 0.0, 0.0, 0
-    for documents in naive_logprobs(model, batch):
-        for chosen, rejected in zip(documents[::2], documents[1::2]):
-            means = (torch.tensor([value / length]) for value, length in (chosen, rejected))
-            loss, chosen_reward, rejected_reward = trl_cpo.CPOTrainer.cpo_loss(trainer, *means)
-            expected, margins = expected + float(loss), margins + float(chosen_reward - rejected_reward)
-            wins += bool(chosen_reward > rejected_reward)
+    losses, chosen, rejected = (torch.cat(each) for each in zip(*(
+        trl_cpo.CPOTrainer.cpo_loss(trainer, *pair) for pair in mean_logprobs(model, batch))))
     found = SimPO(PreferenceConfig(simpo_beta=beta, simpo_gamma=gamma)).loss_sum(model, batch)
-    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
-    assert float(found.metrics["reward_margin"]) == pytest.approx(margins, rel=1e-4)
-    assert float(found.metrics["reward_accuracy"]) == wins
+    assert float(found.total.detach()) == pytest.approx(float(losses.sum()), rel=1e-4)
+    assert float(found.metrics["reward_margin"]) == pytest.approx(float((chosen - rejected).sum()), rel=1e-4)
+    assert float(found.metrics["reward_accuracy"]) == int((chosen > rejected).sum())
 
 
 def test_log1mexp_is_exact_at_both_ends():

@@ -14,7 +14,6 @@ from extensions import forecast as check
 from plan.layers import read_preset
 from plan.make import make_plan
 from plan.names import validate
-from run.facts import read_inputs
 from tokenizer import load_tokenizer
 
 NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",
@@ -157,18 +156,6 @@ def test_a_ring_takes_the_time_of_the_formula_and_hybrid_sharding_is_faster_on_t
     flags = ("--preset", "llama3.2-1b", "--total-batch-size", str(8 * 16 * 4 * 4096), "--world-size", "16", "--sharding")
     full, hybrid = (planned_speed(capsys, *flags, mode) for mode in ("full", "hybrid"))
     assert hybrid[1] == full[1] and hybrid[0] > full[0], "docs/gpus.md: with several micro-batches, from the second machine on"
-
-
-def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_seconds(prepared, tmp_path, monkeypatch):
-    config = make_plan(TinyRun(prepared, tmp_path).argv(), {}).config
-    inputs, taken, real = read_inputs(config, verify=False), [], check.train_step
-    monkeypatch.setattr(check, "train_step", lambda run, reducer, batches, *others: (
-        taken.append(len(batches)), real(run, reducer, batches, *others)))
-    for seconds, expected in ((0.25, [1, min(8, config.accumulation_steps)]), (1.5, [1, 1]), (5.0, [1])):
-        taken.clear()
-        monkeypatch.setattr(check, "timed", lambda device, do: [do()] and seconds)  # noqa: B023
-        found = check.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
-        assert found == config.accumulation_steps * seconds / expected[-1] and taken == expected
 
 
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):

@@ -2,7 +2,6 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun
 
 from common.errors import SettingsError
 from config import Config
@@ -61,19 +60,6 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
     reference = load("--preset", "1.3b").config
     assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
         name: getattr(reference, name) for name in ("dim", "hidden_dim", "learning_rate")}
-
-
-def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):
-    run = TinyRun(prepared, tmp_path, DEPTH=2, TOTAL_BATCH_SIZE=768, MAX_STEPS=3, VALIDATE_EVERY=3, SAVE_EVERY=0)
-    for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MICRO_BATCH_SIZE", "LEARNING_RATE", "WARMUP_STEPS"):
-        del run.settings[name]
-    run.settings |= UNMEASURED | {"VALIDATE_EVERY": 3}
-    assert run.train() == 0
-    losses = run.column("val_loss")
-    assert losses[3] < losses[0] - 1 and run.steps_saved() == [3]
-    assert "DEPTH=2 sets N_LAYERS=2, DIM=128, " in capsys.readouterr().out
-    assert run.train(MAX_STEPS=4) == 0 and run.steps_saved() == [3, 4]
-    assert run.train(DEPTH=3, MAX_STEPS=5) == 5 and "DIM was 128, is 192" in capsys.readouterr().err
 
 
 def reproducible(world: int, **settings) -> dict:

@@ -21,7 +21,7 @@ from plan import layers
 from plan.command_line import export, find_run, plan_on_rank0
 from plan.layers import PRESETS_DIR, SEPARATORS, read_env_file
 from plan.make import make_plan
-from plan.names import ALIASES, misspelled, unknown_flag
+from plan.names import ALIASES, misspelled
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -140,7 +140,11 @@ def test_yaml_has_the_names_and_values_of_env():
     assert load_yaml("preset: [debug, stable]", "run.yml").precision == "fp32"
 
 
-@pytest.mark.parametrize("content, words", [
+JSON = [("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("[" * 100_000, "not valid JSON"),
+        ('{"max_steps": null}', "valid integer"), ('{"max_steps": true}', "expected a number or text"),
+        ('{"max_steps": [1]}', "expected one value, not a list"), ('{"learning_rate": NaN}', "finite number"),
+        ('{"run_name": 5}', "valid string"), ('{"sample_prompts": [1]}', "expected one value")]
+YAML = [
     ("seed: 1\nlearning_rat: 1", "run.yaml:2: unknown setting learning_rat; did you mean LEARNING_RATE?"),
     ("a:\n  max_stesp: 1", "run.yaml:2: unknown setting max_stesp; did you mean MAX_STEPS?"),
     ("seed: 1\nSEED: 2", "run.yaml:2 is set a second time (first at run.yaml:1); keep one"),
@@ -148,10 +152,14 @@ def test_yaml_has_the_names_and_values_of_env():
     ("dim: [1]", "expected one value, not a list"), ("seed: 1\n  dim: 2", "run.yaml:2: not valid YAML: "), ("seed: {", "not valid YAML"),
     ("- seed", "expected an object of settings, such as max_steps: 1000"), ("", "expected an object"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
     ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"), ("seed: \x01", "not valid YAML"),
-    ("seed: !!python/object/apply:os.getcwd []", "expected one value")])
-def test_invalid_yaml_is_an_error_with_its_line(content, words):
-    Path("run.yaml").write_text(content)
-    assert len(found := problems("--config", "run.yaml")) == 1 and words in found[0] and "run.yaml" in found[0]
+    ("seed: !!python/object/apply:os.getcwd []", "expected one value")]
+
+
+@pytest.mark.parametrize("content, words, name", [
+    *((*case, "run.json") for case in JSON), *((*case, "run.yaml") for case in YAML)])
+def test_invalid_yaml_or_json_is_an_error_with_its_line(content, words, name):
+    Path(name).write_text(content)
+    assert len(found := problems("--config", name)) == 1 and words in found[0] and name in found[0]
 
 
 def test_env_file_as_editors_and_shells_write_it():
@@ -186,15 +194,6 @@ def test_unreadable_settings_are_errors_and_a_pipe_or_device_is_not_awaited(flag
     os.mkfifo("pipe")
     for path, why in (("binary", ""), ("missing", "No such file"), ("pipe", "not a plain file"), ("/dev/zero", "not a plain file")):
         assert problems(flag, path)[0].startswith(f"{path}: ") and why in problems(flag, path)[0]
-
-
-@pytest.mark.parametrize("content, words", [
-    ("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("[" * 100_000, "not valid JSON"),
-    ('{"max_steps": null}', "valid integer"), ('{"max_steps": true}', "expected a number or text"),
-    ('{"max_steps": [1]}', "expected one value, not a list"), ('{"learning_rate": NaN}', "finite number"),
-    ('{"run_name": 5}', "valid string"), ('{"sample_prompts": [1]}', "expected one value")])
-def test_json_that_cannot_be_used(content, words):
-    assert len(found := problems(config=content)) == 1 and words in found[0] and "run.json" in found[0]
 
 
 # Libraries' keys and variables in `.env`
@@ -239,23 +238,6 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
         flag = "--" + wrong.lower().replace("_", "-")
         assert problems(flag, "1", env="") == [
             f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
-
-
-# Names of other trainers, and typos: what is meant; what does it here; and what is not known, or is another one by its letters alone.
-@pytest.mark.parametrize("name, words", [
-    *((name, f"did you mean --{actual}?") for name, actual in (pair.split(":") for pair in (
-        "lr:learning-rate n_embd:dim hidden-size:dim training.local_batch_size:micro-batch-size optimizer.lr:learning-rate "
-        "eval.interval:validate-every model.flavor:preset dropouts:dropout log_stepz:log-every dop_beta:dpo-beta "
-        "learningrate:learning-rate reset-optimzer:reset-optimizer warm_up_steps:warmup-steps seeds:seed").split())),
-    *(pair.split(":", 1) for pair in (
-        "gradient_accumulation_step:TOTAL_BATCH_SIZE bf16:PRECISION=bf16 hf_token:.env num_gpus:--nproc-per-node "
-        "use_fsdp:SHARDING=full training.dataset:SFT_DATA_PATH push_to_hub:export load_in_4bit:LORA_BASE_QUANTIZATION=nf4").split()),
-    *((name, "there is no such setting") for name in (
-        "neftune_noise_alpha min_p mode reset preset_optimizer save_optimizer fp4 adam_beta3 eval_only bananas ipo_beta").split())])
-def test_a_suggestion_means_the_same_or_is_a_typo_away(name, words):
-    message = unknown_flag(f"--{name}", [*Config.model_fields])
-    assert words.replace("_", " ") in message.replace("_", " ")
-    assert "did you mean" not in message or words.startswith("did you mean")
 
 
 @pytest.mark.parametrize("preset, shown", [("debgu", "debgu; did you mean debug? known: 1.3b, 3b"), ("../presets/debug", "../presets/debug; "),

@@ -1,6 +1,5 @@
 """Random combinations of settings: the valid ones load and start, the others raise an error that names the settings."""
 
-import json
 import re
 import types
 import typing
@@ -22,13 +21,9 @@ from run.build import open_run
 COMBINATIONS, BUILT = 300, 60  # the valid ones are built until so many were
 
 
-def load(argv: list[str], environ: dict[str, str]) -> Plan:
-    return make_plan(argv, environ)
-
-
-def build(loaded: Plan, argv: list[str], environ: dict[str, str]) -> None:
+def build(plan: Plan, argv: list[str]) -> None:
     """Build the run in this process, up to its first step; raises PaddockError."""
-    with open_run(loaded, partial(make_plan, argv, environ)) as run:
+    with open_run(plan, partial(make_plan, argv, {})) as run:
         assert run.progress.step <= max(run.config.max_steps, run.config.start_step or 0)
 
 
@@ -63,28 +58,12 @@ NOT_DRAWN = {"distributed_timeout", "deterministic", "depth", "preparation_worke
 
 
 class Combination(NamedTuple):
-    """A toy run with some settings drawn at random, each in one of the layers."""
+    """A toy run with some settings drawn at random."""
 
     number: int
     mode: str
     toy: dict[str, Any]
     drawn: dict[str, str]
-    layer: str  # flags | environment | .env | config
-
-    def describe(self) -> str:
-        return f"#{self.number} {self.mode}, by {self.layer}: {self.drawn}"
-
-    def given(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        toy = {name: value for name, value in self.toy.items() if name not in self.drawn}
-        if self.layer == "flags":
-            return argv_of(toy | self.drawn), {}
-        if self.layer == "environment":
-            return argv_of(toy), self.drawn
-        if self.layer == "config":
-            (folder / "settings.json").write_text(json.dumps({name.lower(): value for name, value in self.drawn.items()}))
-            return argv_of(toy | {"CONFIG": folder / "settings.json"}), {}
-        (folder / "settings.env").write_text("".join(f"{name}='{value}'\n" for name, value in self.drawn.items()))
-        return argv_of(toy | {"ENV_FILE": folder / "settings.env"}), {}
 
 
 def values_of(name: str, toy: dict[str, Any]) -> list[str]:
@@ -127,7 +106,7 @@ def combinations(stages: Stages, folder: Path) -> Iterator[Combination]:
             (values,) = rng.choices((values_of(name, toy), INVALID, EXTREME), weights=(92, 4, 4))
             value = rng.choice(values)
             drawn[name.upper()] = value.format(**paths, folder=own) if name in TEXTS else value
-        yield Combination(number, mode, toy, drawn, rng.choice(("flags", "flags", "environment", ".env", "config")))
+        yield Combination(number, mode, toy, drawn)
 
 
 def names_what_was_drawn(error: PaddockError, drawn: dict[str, str]) -> bool:
@@ -151,18 +130,17 @@ def only_toy_files(monkeypatch, tmp_path):
 
 def test_random_combinations_start_or_name_their_settings(stages, tmp_path, only_toy_files):
     wrong, built, refused = [], 0, 0
-    for each in combinations(stages, tmp_path):
+    for number, mode, toy, drawn in combinations(stages, tmp_path):
+        argv = argv_of(toy | drawn)
         try:
-            given = each.given(tmp_path / str(each.number))
-            loaded = load(*given)
-            if built < BUILT and not {*each.drawn.values()} & {*EXTREME}:
-                build(loaded, *given)
+            plan = make_plan(argv, {})
+            if built < BUILT and not {*drawn.values()} & {*EXTREME}:
+                build(plan, argv)
                 built += 1
-        except PaddockError as error:
-            refused += 1
-            if not names_what_was_drawn(error, each.drawn):
-                wrong.append(f"{each.describe()}\n    {type(error).__name__}: {error}")
         except Exception as error:
-            wrong.append(f"{each.describe()}\n    {type(error).__name__}: {error}")
+            is_ours = isinstance(error, PaddockError)
+            refused += is_ours
+            if not is_ours or not names_what_was_drawn(error, drawn):
+                wrong.append(f"#{number} {mode}: {drawn}\n    {type(error).__name__}: {error}")
     assert wrong == [], "\n".join(wrong)
     assert built == BUILT and refused > COMBINATIONS // 10

@@ -185,16 +185,6 @@ def test_a_record_is_above_files_and_below_flags(place, flags, own, monkeypatch)
     assert ("learning_rate" in loaded.sources) == bool(PLACES[place])
 
 
-@pytest.mark.parametrize("setting, line", [("SEED", "SEED=7"), ("DIM", "DIM=128"), ("INIT_STD", "INIT_STD=0.5"), ("DEPTH", "DEPTH=3"),
-                                           ("DOCUMENT_MASK", "DOCUMENT_MASK=false")])
-def test_fixed_settings_and_those_by_content_come_from_the_record_too(setting, line):
-    loaded = plan("--run-name", "tuned", env=f"{line}\n")
-    assert not_used(loaded) == [line] and loaded.config.public()[setting] != line.partition("=")[2]
-    assert loaded.config == plan("--run-name", "tuned").config
-    explicit = plan("--run-name", "tuned", f"--{line.lower().replace('_', '-')}")
-    assert not_used(explicit) == [] and explicit.config != loaded.config, "a flag is compared with the record, and refused or told"
-
-
 @pytest.mark.parametrize("env, flags, environ, expected", [
     ("EPOCHS=2", ["--max-steps", 9], {}, (None, 9)), ("MAX_STEPS=9", ["--epochs", 2], {}, (2, None)),
     ("EPOCHS=2", [], {"MAX_STEPS": "9"}, (None, 9)), ("MAX_STEPS=9", [], {"EPOCHS": "2"}, (2, None)), ("EPOCHS=none", ["--max-steps", 9], {}, (None, 9))])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from checkpoint import store
 from checkpoint.manifest import CARD
 from common import __version__
-from common.errors import CheckpointError
 from common.text import printable
 from config import Config, ModelConfig
 from extensions.card import (
@@ -25,9 +24,7 @@ from extensions.card import (
     code,
     read_card,
     sections_of,
-    write_merged_card,
 )
-from extensions.inference.weights import merge
 from extensions.report.console import trained_count
 from plan.make import make_plan
 
@@ -76,26 +73,6 @@ def test_the_card_of_a_resumed_run_lists_its_parts_and_has_the_digest_of_an_unin
     assert (facts["license"], facts["license_name"]) == ("other", "my-own")
     # The learning rate of the first three steps does not depend on MAX_STEPS here.
     assert facts["ledger_sha256"] == ledger_sha256(run, 6) == card_metadata(straight)["ledger_sha256"]
-
-
-@pytest.mark.parametrize("mode", ["dpo-stored", "lora-sft"])
-def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
-    run = stages.run(mode, tmp_path / "runs", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0,
-                     LORA_TRAIN_TOKENS="none")
-    assert run.train() == 0 and "no model card" not in capsys.readouterr().err
-    card, state = read_card(run.checkpoint(2)), store.read_state(run.checkpoint(2))
-    (identity,) = [value for name, value in state["identity"].items() if name.endswith("_DATA_PATH")]
-    assert identity in card and "No evaluation was run." in card
-    if base := state["progress"]["base_sha256"]:
-        assert f"`base/checkpoints/step-00000002` (SHA-256 of its weights: `{base}`)" in card
-    if mode == "lora-sft":
-        assert "LoRA adapters (4,864 parameters)" in card and card_metadata(card)["library_name"] == "peft"
-        with pytest.raises(CheckpointError, match="has no adapters to merge; copy the whole model with .*export"):
-            merge(stages.base, tmp_path / "merged")
-        merge(run.checkpoint(2), tmp_path / "merged", describe=write_merged_card)
-        merged = read_card(tmp_path / "merged")
-        assert sections_of(merged)["Training"] == sections_of(card)["Training"]
-        assert card_metadata(merged)["library_name"] == "transformers" and "PeftModel" not in merged
 
 
 def test_a_card_that_fails_is_a_warning(tiny_run, monkeypatch, capsys):

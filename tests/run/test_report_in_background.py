@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from factories import PATIENCE, UNMEASURED
+from factories import PATIENCE, UNMEASURED, wait_until
 
 from extensions import report as writing
 from extensions.report import LOWEST_PRIORITY, Report
@@ -38,13 +37,6 @@ def script(monkeypatch, tmp_path):
     return replace
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its_path(tiny_run, monkeypatch):
     starts, there, start, info = [], [], Report.start, RunLog.info
 
@@ -68,7 +60,7 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, run
     script(SLOW)
     report.start(run)
     first = report.process
-    wait_for(tmp_path / "begun")
+    wait_until((tmp_path / "begun").exists)
     assert os.getpriority(os.PRIO_PROCESS, first.pid) == LOWEST_PRIORITY and os.getsid(first.pid) == first.pid
     if (group := Path(f"/proc/{first.pid}/autogroup")).exists():
         assert group.read_text().endswith(f"nice {LOWEST_PRIORITY}\n")

@@ -1,8 +1,8 @@
 import json
 import shlex
 import sys
-import types
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -11,7 +11,6 @@ from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
 from extensions.trackers import start_trackers
-from run import log as run_log
 from run.log import RunLog, console_line, keep_lines
 
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -42,16 +41,6 @@ def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
     assert (tmp_path / "log" / "rank-0.txt").read_text() == line
     unknown_peak = {name: value for name, value in METRICS.items() if name != "mfu"}
     assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2 %", "")
-
-
-def test_a_sample_shows_a_rendered_chat_as_words_and_keeps_it_as_it_is(capsys, tmp_path):
-    prompt = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    log = make_log(tmp_path, 0)
-    log.sample(3, prompt, "Hello")
-    log.close()
-    shown = capsys.readouterr().out
-    assert "<|" not in shown and "user" in shown and "Hi" in shown and shown.rstrip().endswith("Hello")
-    assert json.loads((tmp_path / "samples.jsonl").read_text())["prompt"] == prompt
 
 
 def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, tmp_path):
@@ -114,79 +103,23 @@ def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
 # Trackers
 
 
-class FakeWandb(types.ModuleType):
-    """A wandb module that records its calls, and misbehaves in one of them."""
-
-    id = "abc"
-
-    def __init__(self, bad=None, misbehave=None):
-        super().__init__("wandb")
-        self.bad, self.misbehave, self.calls, self.logged, self.artifacts = bad, misbehave, [], [], []
-
-    def Table(self, columns, data):
-        return columns, data
-
-    def Artifact(self, name, type):
-        return types.SimpleNamespace(add_file=lambda path: self.artifacts.append((name, type, Path(path).read_text())))
-
-    def log_artifact(self, artifact):
-        self._call("log_artifact")
-
-    def Settings(self, **settings):
-        return settings
-
-    def _call(self, name):
-        self.calls.append(name)
-        if name == self.bad:
-            self.misbehave()
-
-    def init(self, **arguments):
-        self.arguments = arguments
-        self._call("init")
-        return self
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-        self._call("log")
-
-    def finish(self):
-        self._call("finish")
+def fake_module(monkeypatch, name: str) -> MagicMock:
+    """A stand-in for the module of a tracker, which records its calls."""
+    fake = MagicMock()
+    fake.init.return_value = fake
+    monkeypatch.setitem(sys.modules, name, fake)
+    return fake
 
 
-def run_with(fake, tmp_path, monkeypatch, steps=3, finish_seconds=5.0) -> list:
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(run_log, "FINISH_SECONDS", finish_seconds)
-    log = make_log(tmp_path, wandb_enabled=True)
-    for step in range(1, steps + 1):
-        log.step({**METRICS, "step": step})
-    log.close()
-    return written(tmp_path / "metrics.jsonl")
+def logged(fake) -> list[tuple]:
+    return [(call.kwargs["step"], *call.args) for call in fake.log.call_args_list]
 
 
-class FakeTrackio(types.ModuleType):
-    """A trackio module with the signatures of trackio 0.43, as far as they are used."""
-
-    def __init__(self):
-        super().__init__("trackio")
-        self.logged, self.artifacts, self.finished = [], [], 0
-
-    def init(self, project, name=None, config=None, resume="never", embed=True, auto_log_gpu=None, auto_log_cpu=None):
-        self.named = (project, name, resume)
-        assert not any(key.startswith("_") for key in config), "reserved for trackio"
-        return self
-
-    def Table(self, columns=None, data=None):
-        return [dict(zip(columns, row)) for row in data]
-
-    def log(self, metrics, step=None):
-        assert not {"project", "run", "timestamp", "step", "time", "metrics"} & metrics.keys(), "reserved for trackio"
-        self.logged.append((step, metrics))
-
-    def log_artifact(self, artifact_or_path, name=None, type=None):
-        self.artifacts.append((Path(artifact_or_path).read_text(), name, type))
-
-    def finish(self):
-        self.finished += 1
+def opened(folder: Path, step: int = -1, **settings) -> RunLog:
+    log = RunLog(Config(**settings), 0, "cpu")
+    log.open(folder, step)
+    log.trackers = start_trackers(log, "12ab")
+    return log
 
 
 def log_a_run(log) -> None:
@@ -206,126 +139,99 @@ SAMPLE, EVALUATION = (2, "a|b", "c\nd"), [(2, "val_loss", 1.5), (2, "hellaswag_n
 def test_wandb_gets_tables_and_the_report_and_prints_the_upload_command(tmp_path, monkeypatch, capsys):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    settings = dict(wandb_enabled=True)
-    log = make_log(tmp_path / "my runs" / "run", **settings)
-    log_a_run(log)
-    assert fake.logged == [(2, {"samples": (["step", "prompt", "text"], [SAMPLE])}), (2, VALUES),
-                           (2, {"evaluation": (["step", "metric", "value"], EVALUATION)})]
-    assert fake.artifacts == [("report-abc", "report", "<html>")]
-    assert fake.arguments["config"] == Config(**settings).public() and "canary" not in repr(fake.arguments)
+    fake = fake_module(monkeypatch, "wandb")
+    fake.Table, fake.id = dict, "abc"
+    log_a_run(opened(tmp_path / "my runs" / "run", wandb_enabled=True))
+    assert logged(fake) == [
+        (2, {"samples": {"columns": ["step", "prompt", "text"], "data": [SAMPLE]}}), (2, VALUES),
+        (2, {"evaluation": {"columns": ["step", "metric", "value"], "data": EVALUATION}})]
+    fake.Artifact.assert_called_once_with("report-abc", "report")
+    page = tmp_path / "my runs" / "run" / "report.html"
+    fake.Artifact.return_value.add_file.assert_called_once_with(str(page))
+    fake.log_artifact.assert_called_once_with(fake.Artifact.return_value)
+    assert fake.init.call_args.kwargs["config"] == Config(wandb_enabled=True).public()
     printed = capsys.readouterr().out.partition("Upload to wandb: ")[2].splitlines()[0]
-    assert shlex.split(printed) == [f"{Path(sys.executable).parent}/wandb", "sync", f"{tmp_path}/my runs/run/wandb/offline-run-*"]
+    assert shlex.split(printed) == [
+        f"{Path(sys.executable).parent}/wandb", "sync", f"{tmp_path}/my runs/run/wandb/offline-run-*"]
 
 
 def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
-    fake = FakeTrackio()
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
-    log.open(tmp_path / "run")
-    log.trackers = start_trackers(log, "12ab")
-    log_a_run(log)
-    table = [{"step": 2, "metric": "val_loss", "value": 1.5}, {"step": 2, "metric": "hellaswag_n", "value": 4}]
-    expected = [(2, {"samples": [dict(zip(("step", "prompt", "text"), SAMPLE))]}), (2, VALUES), (2, {"evaluation": table})]
-    assert fake.logged == expected and fake.artifacts == [("<html>", "report-12ab", "report")] and fake.finished == 1
-    assert fake.named == ("paddock", "run-12ab", "allow")
-    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
-    log.open(tmp_path / "run", step=1)
-    log.trackers = start_trackers(log, "12ab")
+    fake = fake_module(monkeypatch, "trackio")
+    fake.Table = lambda columns, data: [dict(zip(columns, row)) for row in data]
+    log_a_run(opened(tmp_path / "run", trackio_enabled=True))
+    table = [dict(zip(("step", "metric", "value"), row)) for row in EVALUATION]
+    samples = [dict(zip(("step", "prompt", "text"), SAMPLE))]
+    expected = [(2, {"samples": samples}), (2, VALUES), (2, {"evaluation": table})]
+    assert logged(fake) == expected
+    reserved = {"project", "run", "timestamp", "step", "time", "metrics"}
+    assert not any(reserved & values.keys() for _, values in expected)
+    page = tmp_path / "run" / "report.html"
+    fake.log_artifact.assert_called_once_with(page, name="report-12ab", type="report")
+    named = fake.init.call_args.kwargs
+    assert (named["project"], named["name"], named["resume"]) == ("paddock", "run-12ab", "allow")
+    fake.finish.assert_called_once_with()
+    log = opened(tmp_path / "run", 1, trackio_enabled=True)
     log.sample(2, "a", "b")
     for step in (2, 3):
         log.step({"step": step, "train_loss": 0.5})
     log.close()
-    log = make_log(tmp_path / "run", step=-1, trackio_enabled=True)
+    log = opened(tmp_path / "run", -1, trackio_enabled=True)
     log.step({"step": 1, "train_loss": 1.5})
     log.close()
-    assert fake.logged[len(expected):] == [(3, {"train_loss": 0.5}), (1, {"train_loss": 1.5})], (
+    assert logged(fake)[len(expected):] == [(3, {"train_loss": 0.5}), (1, {"train_loss": 1.5})], (
         "step 2 is taken again; a new run in the folder of a killed one begins with step 1")
 
 
-class FakeMlflow(types.ModuleType):
-    """An mlflow module with its client, as far as it is used; its store outlives a client."""
-
-    def __init__(self):
-        super().__init__("mlflow")
-        self.MlflowClient = lambda: self
-        self.experiments, self.runs, self.params, self.logged, self.tables, self.finished = {}, [], {}, [], [], 0
-
-    def get_experiment_by_name(self, name):
-        return self.experiments.get(name)
-
-    def create_experiment(self, name):
-        self.experiments[name] = types.SimpleNamespace(experiment_id="7")
-        return "7"
-
-    def search_runs(self, experiment_ids, filter_string=""):
-        return [run for run in self.runs if filter_string == f"tags.paddock_run = '{run.tags['paddock_run']}'"]
-
-    def create_run(self, experiment_id, start_time=None, tags=None, run_name=None):
-        self.runs.append(types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run{len(self.runs)}"), tags=tags))
-        return self.runs[-1]
-
-    def log_param(self, run_id, key, value):
-        assert (run_id, key) not in self.params, "mlflow refuses to change a parameter"
-        self.params[run_id, key] = value
-
-    def log_metric(self, run_id, key, value, timestamp=None, step=None):
-        self.logged.append((run_id, step, key, value))
-
-    def log_table(self, run_id, data, artifact_file):
-        self.tables.append((artifact_file, data))
-
-    def log_artifact(self, run_id, local_path):
-        self.artifact = Path(local_path).read_text()
-
-    def set_terminated(self, run_id):
-        self.finished += 1
-
-
 def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_path, monkeypatch, capsys):
-    fake = FakeMlflow()
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
-
-    def opened(step: int, run_id: str = "12ab") -> RunLog:
-        log = RunLog(Config(mlflow_enabled=True), 0, "cpu")
-        log.open(tmp_path / "run", step=step)
-        log.trackers = start_trackers(log, run_id)
-        return log
-
-    log_a_run(opened(-1))
-    expected = [("run0", 2, name, value) for name, value in VALUES.items()]
-    assert fake.logged == expected and fake.artifact == "<html>" and fake.finished == 1
-    assert ("samples.json", {"step": [2], "prompt": ["a|b"], "text": ["c\nd"]}) in fake.tables
-    assert fake.params["run0", "MLFLOW_ENABLED"] == "True"
-    log, tables = opened(1), len(fake.tables)
+    client = fake_module(monkeypatch, "mlflow").MlflowClient.return_value
+    client.get_experiment_by_name.return_value.experiment_id = "7"
+    client.search_runs.return_value = []
+    client.create_run.return_value.info.run_id = "run0"
+    log_a_run(opened(tmp_path / "run", mlflow_enabled=True))
+    client.create_run.assert_called_once_with("7", run_name="run", tags={"paddock_run": "12ab"})
+    expected = [call("run0", name, value, step=2) for name, value in VALUES.items()]
+    assert client.log_metric.call_args_list == expected
+    sample = {"step": [2], "prompt": ["a|b"], "text": ["c\nd"]}
+    assert client.log_table.call_args_list[0] == call("run0", sample, "samples.json")
+    client.log_artifact.assert_called_once_with("run0", str(tmp_path / "run" / "report.html"))
+    client.set_terminated.assert_called_once_with("run0")
+    params = client.log_param.call_args_list
+    assert call("run0", "MLFLOW_ENABLED", "True") in params
+    client.search_runs.return_value = [client.create_run.return_value]
+    log, tables = opened(tmp_path / "run", 1, mlflow_enabled=True), client.log_table.call_count
     log.sample(2, "a", "b")
     for step in (2, 3):
         log.step({"step": step, "train_loss": 0.5})
     log.close()
-    assert fake.logged[len(expected):] == [("run0", 3, "train_loss", 0.5)] and len(fake.tables) == tables, "step 2 is there"
-    monkeypatch.setattr(fake, "search_runs", fail)
-    log = opened(3)
-    log.close()
+    assert client.search_runs.call_args == call(["7"], "tags.paddock_run = '12ab'")
+    assert client.log_param.call_args_list == params, "mlflow refuses to change a parameter"
+    assert client.log_metric.call_args_list == [*expected, call("run0", "train_loss", 0.5, step=3)]
+    assert client.log_table.call_count == tables, "step 2 is there"
+    client.search_runs.side_effect = TypeError
+    opened(tmp_path / "run", 3, mlflow_enabled=True).close()
     assert capsys.readouterr().err.count("mlflow is off for the rest of this run: TypeError") == 1
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    opened(3).close()
-    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in capsys.readouterr().err, "without the class of our error"
+    opened(tmp_path / "run", 3, mlflow_enabled=True).close()
+    error = capsys.readouterr().err
+    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in error, "without a class"
 
 
-def fail():
-    raise RuntimeError("the service process is dead")
-
-
-@pytest.mark.parametrize("bad, misbehave", [("init", lambda: sys.exit(1)), ("log", fail), ("finish", fail)])
-def test_a_tracker_that_raises_costs_one_warning(bad, misbehave, tmp_path, monkeypatch, capsys):
-    run_with(None, tmp_path / "not installed", monkeypatch)
+@pytest.mark.parametrize("bad, error", [
+    ("init", SystemExit(1)), ("log", RuntimeError), ("finish", RuntimeError)])
+def test_a_tracker_that_raises_costs_one_warning(bad, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    opened(tmp_path / "not installed", wandb_enabled=True).close()
     assert "wandb is off" in capsys.readouterr().err
-    fake = FakeWandb(bad, misbehave)
-    assert [entry["step"] for entry in run_with(fake, tmp_path, monkeypatch)] == [1, 2, 3]
+    fake = fake_module(monkeypatch, "wandb")
+    getattr(fake, bad).side_effect = error
+    log = opened(tmp_path, wandb_enabled=True)
+    for step in (1, 2, 3):
+        log.step({**METRICS, "step": step})
+    log.close()
+    assert [entry["step"] for entry in written(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1 and "wandb is off for the rest of this run" in warnings[0]
-    assert fake.calls.count(bad) == 1 and fake.calls[-1] == bad
+    assert getattr(fake, bad).call_count == 1
     assert warnings[0] in (tmp_path / "log" / "rank-0.txt").read_text()
 
 

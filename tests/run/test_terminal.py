@@ -1,14 +1,11 @@
 """What a terminal shows of a run; files and pipes get the lines that tools read."""
 
 import io
-import json
 import os
 import re
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 from commands import python
@@ -33,9 +30,6 @@ def screen(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     return stream
-
-
-# The columns
 
 
 # The status line
@@ -103,18 +97,3 @@ def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_wor
     assert unquoted[0].startswith("report   ") and unquoted[0].endswith("scripts/report.py runs/run  (wrote report.html)")
     assert unquoted[1].startswith("use it   ") and unquoted[1].endswith("scripts/generate.py runs/run")
     assert unquoted[2].endswith("scripts/run.py --run-name run --max-steps 8"), "the other settings are recorded"
-
-
-@pytest.mark.parametrize("asked, used, words", [(0.2, None, "VALIDATION_FRACTION=0.2 has no effect on .*, which is prepared with its default"),
-                                                (0.2, 0.1, "VALIDATION_FRACTION=0.2 has no effect on .* with 0.1; prepare it again"),
-                                                (0.2, 0.2, None), (None, 0.1, None)])
-def test_a_share_to_hold_out_of_data_that_is_prepared_already_is_said(asked, used, words, tmp_path):
-    from config import Config
-    from extensions.report.console import describe_data
-
-    (tmp_path / "manifest.json").write_text(json.dumps({"settings": {"validation_fraction": used}}))
-    rows = MagicMock(sources=[SimpleNamespace(token_set=SimpleNamespace(folder=tmp_path))], mixing=SimpleNamespace(is_complete=False))
-    rows.__len__.return_value = 3
-    inputs = SimpleNamespace(sources=lambda config: None, rows=rows, description="3 chats")
-    first, *more = describe_data(Config(validation_fraction=asked), inputs)
-    assert first == "3 chats" and len(more) == (words is not None) and re.search(words or "", "".join(more))

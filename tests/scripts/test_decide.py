@@ -1,14 +1,12 @@
-"""./paddock decide: ordinary runs, looked at after each seed, until the question is decided; a killed comparison resumes."""
+"""./paddock decide: ordinary runs, looked at after each seed, until the question is decided."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
-from commands import Command, python
+from commands import python
 from factories import TinyRun
 
 from common.errors import PaddockError, SettingsError
@@ -17,42 +15,34 @@ from scripts import decide
 from scripts.decide import Comparison
 
 
-def folder_of(run: TinyRun, name: str = "decide-learning_rate"):
-    return run.output_dir / name
-
-
 def data_of(page) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
 
 @pytest.mark.slow
-def test_a_comparison_is_killed_and_resumed(prepared, tmp_path):
+def test_a_comparison_trains_each_arm_once(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
     command = ("scripts/decide.py", "--vary", "learning_rate=0.0001,0.02", "--pairs", "1", *flags)
-    first = folder_of(run) / "decide-learning_rate-0.0001-seed1337"
-    with Command(run, *command) as started:
-        started.wait_for((first / "metrics.jsonl").exists)
-        os.kill(started.pid, signal.SIGTERM)
-        assert started.wait() == 143 and "Run the same command again" in started.text()
     done = python(*command)
     assert done.returncode == 0, done.stderr
-    answers = [line for line in done.stdout.splitlines() if line.startswith("validation loss: ")]
-    assert answers == ["validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; 1 pair so far, --pairs allows no more; "
-                       "a decision takes 6 or more."]
-    names = {path.name for path in folder_of(run).glob("decide-*") if path.is_dir()}
-    assert names == {f"decide-learning_rate-{rate}-seed{seed}" for rate in ("0.0001", "0.02") for seed in (1337,)}
-    comparison = data_of(folder_of(run) / "decide.html")["comparison"]
-    assert comparison["sentences"] == [answers[-1], "All arms read the same rows in every step."]
-    differences = [float(row[3]) for row in comparison["sequence"]["rows"]]
-    losses = [[RunReader(folder_of(run) / f"decide-learning_rate-{rate}-seed{seed}", "") for rate in ("0.0001", "0.02")]
-              for seed in (1337,)]
-    for pair, difference in zip(losses, differences):
-        for reader in pair:
-            reader.read()
-        assert pair[1].value("val_loss") - pair[0].value("val_loss") == pytest.approx(difference, abs=1e-4)
+    answer = ("validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; "
+              "1 pair so far, --pairs allows no more; a decision takes 6 or more.")
+    assert [line for line in done.stdout.splitlines() if line.startswith("validation loss: ")] == [answer]
+    folder = run.output_dir / "decide-learning_rate"
+    arms = [folder / f"decide-learning_rate-{rate}-seed1337" for rate in ("0.0001", "0.02")]
+    assert sorted(path for path in folder.glob("decide-*") if path.is_dir()) == arms
+    comparison = data_of(folder / "decide.html")["comparison"]
+    assert comparison["sentences"] == [answer, "All arms read the same rows in every step."]
+    readers = [RunReader(arm, "") for arm in arms]
+    for reader in readers:
+        reader.read()
+    row, = comparison["sequence"]["rows"]
+    one, other = (reader.value("val_loss") for reader in readers)
+    assert other - one == pytest.approx(float(row[3]), abs=1e-4)
     again = python(*command)
-    assert again.returncode == 0 and answers[-1] in again.stdout and "===" not in again.stdout, "nothing is trained again"
+    assert again.returncode == 0 and answer in again.stdout
+    assert "===" not in again.stdout, "nothing is trained again"
     other = python(*command, "--margin=0.1")
     assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
 

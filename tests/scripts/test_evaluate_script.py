@@ -112,13 +112,6 @@ def test_two_ranks_share_the_work(whole, tmp_path):
     assert found == pytest.approx(logged(whole, 6), rel=1e-6) and job.text().count("validation  loss") == 1
 
 
-@pytest.fixture
-def model(whole, tmp_path) -> Path:
-    """A model's folder without the settings of a run."""
-    return shutil.copytree(whole.checkpoint(6), tmp_path / "model", ignore=shutil.ignore_patterns(
-        "MANIFEST.json", "trainer_state.json", "optimizer.safetensors"))
-
-
 @pytest.mark.parametrize("longest", [24, 1500])
 def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp_path, capsys, longest):
     """The labels are the best endings by transformers, of the last tokens that the model was made for (lm-evaluation-harness's formula)."""

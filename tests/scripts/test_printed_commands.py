@@ -11,8 +11,6 @@ import pytest
 from commands import BARE, ROOT
 from factories import TinyRun
 
-from common.text import command
-
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
            and path.name not in ("verify_checkpoint.py", "benchmark_serving.py")]  # which need the standard library alone
@@ -45,24 +43,6 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
     monkeypatch.chdir(tmp_path if elsewhere else ROOT)
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"report", "use it", "resume"})
-
-
-def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):
-    monkeypatch.delenv("CONDA_PREFIX", raising=False)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
-    assert command("scripts/merge_lora.py", ROOT / "a b") == "./paddock export --to merged 'a b'"
-    assert command("scripts/dev/soak.py").endswith("python scripts/dev/soak.py"), "which ./paddock does not know"
-    monkeypatch.chdir(tmp_path)
-    by_path = shlex.join([sys.executable, str(ROOT / "scripts" / "generate.py")])
-    assert command("scripts/generate.py") == by_path, "a run in another folder reads its .env and data there"
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "other"))
-    assert "paddock generate" not in command("scripts/generate.py"), "it would start another Python"
-    monkeypatch.delenv("VIRTUAL_ENV")
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert command("scripts/generate.py") == "./paddock generate"
 
 
 @pytest.mark.parametrize("called", ["./paddock", "../clone/paddock", "/a b/paddock", "paddock"])

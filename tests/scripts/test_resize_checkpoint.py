@@ -53,44 +53,36 @@ def test_every_second_layer_of_a_grown_model_is_the_model_again(whole, tmp_path)
     assert before.keys() == after.keys() and all(torch.equal(after[name].full(), before[name].full()) for name in before)
 
 
-@pytest.mark.parametrize("optimizer", ("adamw", "muon"))
-def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
+@pytest.mark.parametrize("optimizer, dim, changes", [
+    ("adamw", 128, {}), ("muon", 128, {}), ("adamw", None, {"TRAIN_ONLY": "1,3"})])
+def test_a_run_goes_on_and_resumes_exactly(optimizer, dim, changes, prepared, tmp_path):
     settings = {**UNMEASURED, "MAX_STEPS": 8, "OPTIMIZER": optimizer}
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
-    resize(base.checkpoint(4), 4, 128, tmp_path / "grown")
+    assert resize(base.checkpoint(4), 4, dim, tmp_path / "grown") == [1, 3]
     kept, moved = (read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
     for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
         there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].full()
         assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.full())
     new = [tensor.full() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
-    assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past, not that of another"
-    run, parted = (TinyRun(prepared, tmp_path / name, **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown")
-                   for name in ("whole", "parted"))
+    assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past of another"
+    settings |= changes | {"PRETRAIN_CHECKPOINT": tmp_path / "grown"}
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
     for each in (run, parted):
         each.settings.pop("N_LAYERS")
         each.settings.pop("MULTIPLE_OF")
     assert run.train() == parted.train(STOP_STEP=6) == 0
     assert parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
+    if changes:  # only the new layers are trained
+        folders = (tmp_path / "grown", run.checkpoint(8))
+        before, after = map(huggingface.load_model_weights, folders)
+        changed = {name for name in before if not torch.equal(before[name].full(), after[name].full())}
+        assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
+        assert {name.split(".")[1] for name in read_optimizer(run.checkpoint(8))} == {"1", "3"}
     assert parted.train(MAX_STEPS=9, PRETRAIN_CHECKPOINT="none") == 0
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
-
-
-def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tmp_path):
-    settings = {**UNMEASURED, "MAX_STEPS": 8}
-    base = TinyRun(prepared, tmp_path / "base", **settings)
-    assert base.train(STOP_STEP=4) == 0
-    new = resize(base.checkpoint(4), 4, None, tmp_path / "grown")
-    run = TinyRun(prepared, tmp_path / "whole", **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown", TRAIN_ONLY="1,3", N_LAYERS=4)
-    parted = TinyRun(prepared, tmp_path / "parted", **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown", TRAIN_ONLY="1,3", N_LAYERS=4)
-    assert new == [1, 3] and run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
-    assert_same_run(run, parted, 8, logs=("ledger",))
-    before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
-    changed = {name for name in before if not torch.equal(before[name].full(), after[name].full())}
-    assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
-    assert {name.split(".")[1] for name in read_optimizer(run.checkpoint(8))} == {"1", "3"}
 
 
 def test_numbers_are_exact_weighted_means(whole, tmp_path):

@@ -4,12 +4,11 @@ import contextlib
 import random
 import signal
 import sys
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Optional
 
 import pytest
-from factories import PATIENCE, TinyRun, main_with, start
+from factories import PATIENCE, Job, TinyRun, main_with, start
 
 import train
 from checkpoint import store
@@ -19,11 +18,8 @@ from run import run as run_module
 from scripts import verify_resume as script
 
 
-class Ranks:
-    """Real ranks, forked from a server in milliseconds, with the interface of the process that the script starts."""
-
-    def __init__(self, processes: list[BaseProcess]):
-        self.processes = processes
+class Ranks(Job):
+    """Ranks that are forked in milliseconds, with the interface of the process that the script starts."""
 
     @property
     def returncode(self) -> Optional[int]:
@@ -36,10 +32,7 @@ class Ranks:
         return self.returncode
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        for process in self.processes:
-            process.join(timeout)
-        assert self.poll() is not None
-        return self.returncode
+        return next((code for code in super().wait(timeout) if code), 0)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -58,7 +51,7 @@ def plants(monkeypatch) -> list:
     def started(run):
         run.output.touch()
         job = start(main_with, run.flags, plants[-1], world_size=run.ranks, folder=run.folder.parent / "outputs")
-        ranks = Ranks(job.processes)
+        ranks = Ranks(job.processes, job.outputs)
         try:
             yield ranks
         finally:

@@ -31,13 +31,10 @@ class StubServer:
     def reset(self) -> None:
         self.models = [model("sft")]
         self.pieces: list[str] = ["Hello", ", ", "world"]
-        self.pause_seconds = 0.0  # after each piece
         self.hold_at: Optional[int] = None  # wait before this piece until it is None
         self.drops = self.ends = self.breaks = False  # after the pieces: the connection or the stream ends, or there is an error event
         self.refuses: Optional[int] = None  # the status of an error instead of an answer
-        self.finish = "stop"
         self.requests: list[dict] = []
-        self.cancelled = 0
 
     @property
     def url(self) -> str:
@@ -49,9 +46,6 @@ class StubServer:
             Route("/v1/models", self.list_models), Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/v1/chat/completions", self.answer, methods=["POST"])])
 
-    def error(self, status: int, message: str, code: Optional[str] = None) -> JSONResponse:
-        return JSONResponse({"error": {"message": message, "type": "error", "param": None, "code": code}}, status)
-
     async def list_models(self, request: Request):
         return JSONResponse({"object": "list", "data": self.models})
 
@@ -59,31 +53,26 @@ class StubServer:
         body = await request.json()
         self.requests.append({"path": request.url.path, **body})
         if self.refuses:
-            return self.error(self.refuses, f"refused with {self.refuses}")
-        return StreamingResponse(self.stream(request, body), media_type="text/event-stream")
+            error = {"message": f"refused with {self.refuses}", "type": "error", "param": None, "code": None}
+            return JSONResponse({"error": error}, self.refuses)
+        return StreamingResponse(self.stream("messages" in body), media_type="text/event-stream")
 
     async def held(self, index: int) -> None:
         while self.hold_at is not None and self.hold_at <= index:
             await asyncio.sleep(0.01)
 
-    async def stream(self, request: Request, body: dict):
+    async def stream(self, is_chat: bool):
         def event(**parts) -> str:
             return f"data: {json.dumps(parts)}\n\n"
 
-        is_chat = "messages" in body
         yield event(choices=[{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}] if is_chat else [])
-        try:
-            for index, piece in enumerate(self.pieces):
-                await self.held(index)
-                said = {"delta": {"content": piece}} if is_chat else {"text": piece}
-                scored = {"token": piece, "logprob": -0.5, "top_logprobs": [{"token": piece, "logprob": -0.5}, {"token": "Bye", "logprob": -2}]}
-                logprobs = {"content": [scored]} if is_chat else None
-                yield event(choices=[{"index": 0, **said, "logprobs": logprobs, "finish_reason": None}])
-                await asyncio.sleep(self.pause_seconds)
-            await self.held(len(self.pieces))
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        for index, piece in enumerate(self.pieces):
+            await self.held(index)
+            said = {"delta": {"content": piece}} if is_chat else {"text": piece}
+            likely = [{"token": piece, "logprob": -0.5}, {"token": "Bye", "logprob": -2}]
+            logprobs = {"content": [{**likely[0], "top_logprobs": likely}]} if is_chat else None
+            yield event(choices=[{"index": 0, **said, "logprobs": logprobs, "finish_reason": None}])
+        await self.held(len(self.pieces))
         if self.drops:
             raise ConnectionAbortedError
         if self.ends:
@@ -91,7 +80,7 @@ class StubServer:
         if self.breaks:
             yield event(error={"message": "the server is stopping", "type": "server_error"})
             return
-        yield event(choices=[{"index": 0, "delta": {}, "finish_reason": self.finish}])
+        yield event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
         count = len(self.pieces)
         yield event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count})
         yield "data: [DONE]\n\n"

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -121,39 +120,6 @@ def held(stub, at: int):
 
 def messages(*texts: str) -> list[dict]:
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
-
-
-@pytest.fixture(scope="module")
-def real_server(prepared):
-    from tiny_server import serving, tiny_model
-
-    models = [tiny_model(prepared.tokenizer, context=8192), tiny_model(prepared.tokenizer, "other", seed=2, context=80)]
-    with serving(models, concurrency=2) as (url, batchers):
-        yield f"{url}/", batchers
-
-
-def test_the_page_of_the_real_server(chat, real_server, monkeypatch):
-    url, batchers = real_server
-    page = chat(url=url)
-    page.set("temperature", "0")
-    page.set("max_tokens", "8")
-    page.say("Hello")
-    for nth in (1, 2):
-        page.reads("^Cut off at the token limit · 8 tokens", nth)
-    first, second = page.locator(".answer .text").all_text_contents()
-    assert first != second and all(first + second)
-    page.do("answer")
-    page.finishes()
-    page.sees(first, second)
-    for batcher in batchers:  # 4,096 tokens take 40 seconds or more, so that the click comes before the end
-        monkeypatch.setattr(batcher._engine, "step", lambda step=batcher._engine.step: (time.sleep(0.01), step())[1])
-    page.set("max_tokens", "")
-    page.say("More")
-    wait_until(lambda: page.locator(".answer .text").nth(2).text_content())
-    page.click("#send")
-    page.reads("^Stopped · ", 3)
-    page.reads("^Stopped · |^Cut off", 4)  # of 80 at most
-    wait_until(lambda: not any(batcher._answers for batcher in batchers))
 
 
 def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, stub):

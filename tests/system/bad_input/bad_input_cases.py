@@ -224,7 +224,7 @@ DPO = "train.py --training-stage dpo --pretrain-checkpoint model"
 SHARD, MANIFEST, TOKENIZER, JSON, CONFIG = ("set/train-00001.bin", "set/manifest.json", "tokenizer.model", "model/tokenizer.json",
                                             "model/config.json")
 WEIGHTS, ADAPTER, FACTORS = "model/model.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
-USER, SAYS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+SAYS = {"role": "assistant", "content": "So."}
 DEEP = "[" * 100_000
 LONG = "a" * 300  # longer than any file name may be
 

@@ -90,7 +90,7 @@ def stall_in_a_forward() -> None:
     objectives.NextToken.loss_sum = lambda *_: stall()
 
 
-STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 4)"
+HELLASWAG, SAVE = "HellaSwag (step 3)", "save (step 4)"
 IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
 
 

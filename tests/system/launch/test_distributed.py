@@ -1,16 +1,17 @@
 """Several ranks train like one. The ranks are real processes with gloo."""
 
+import errno
 import os
 from socket import gethostname
 
 import pytest
 import torch
 from commands import WORLD, listening
-from factories import TinyRun, a_step, furthest, run_ranks, uneven_batches, without_clocks
+from factories import TinyRun, a_step, furthest, is_rank, run_ranks, uneven_batches, without_clocks
 
-from common.errors import DataError
+from common.errors import CheckpointError, SettingsError
 from parallel.process import loopback_interface
-from parallel.ranks import start_ranks, stop_ranks
+from parallel.ranks import meet, start_ranks, stop_ranks
 
 
 def check_collectives() -> None:
@@ -26,16 +27,41 @@ def check_collectives() -> None:
     assert ranks.all_gather_json("x" * (1 + 5 * ranks.rank)) == ["x", "xxxxxx"]
     assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank and ranks.gather_or_raise(lambda: ranks.rank) == [*range(WORLD)]
 
-    for bad_rank, text in ((0, "no such file"), (1, f"rank 1 on {gethostname()}: no such file")):
-        def fail(bad_rank=bad_rank):
-            if ranks.rank == bad_rank:
-                raise DataError("no such file")
+    for bad_ranks, text in ((0, 1), "no such file"), ((1,), f"rank 1 on {gethostname()}: no such file"):
+        def fail(bad_ranks=bad_ranks):
+            if ranks.rank in bad_ranks:
+                failure = CheckpointError("no such file")
+                failure.errno = errno.ESTALE
+                raise failure
 
         for agree in (ranks.raise_on_all, ranks.gather_or_raise):
-            with pytest.raises(DataError) as raised:
+            with pytest.raises(CheckpointError) as raised:
                 agree(fail)
             assert str(raised.value) == text and raised.value.on_all_ranks
+            assert raised.value.errno == errno.ESTALE, "each rank knows whether to try again"
     stop_ranks()
+
+
+def fail_to_plan() -> None:
+    asked = []
+
+    def decide() -> dict:
+        asked.append(True)
+        failure = SettingsError("MAX_STEPS: one line", "SEED: another")
+        failure.errno = errno.ENOSPC
+        raise failure
+
+    with pytest.raises(SettingsError) as raised:
+        meet(decide)
+    assert str(raised.value) == "MAX_STEPS: one line\nSEED: another" and raised.value.on_all_ranks
+    assert raised.value.errno == errno.ENOSPC
+    assert len(asked) == is_rank(0), "the others read no settings"
+    print("agreed")
+    stop_ranks()
+
+
+def test_all_ranks_raise_the_error_of_rank_0_s_plan(tmp_path):
+    assert run_ranks(fail_to_plan, world_size=WORLD, folder=tmp_path).count("agreed") == WORLD
 
 
 def test_collectives(tmp_path):

@@ -6,6 +6,7 @@ import signal
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,27 +70,20 @@ def test_the_launcher_restarts_crashes_and_hangs_and_reports_the_cause(starts, c
                         for number in range(count)]
 
 
-def test_without_the_flag_nothing_is_started_again(tmp_path):
-    job = Played(tmp_path, (CRASH, [2]), most=0)
-    assert job.run()[0].cause.code == CRASH and job.flags_seen == [[]]
-
-
 @pytest.mark.parametrize(("settings", "added"), [
     ({}, ["--run-name=named"]), ({"run_name": "named", "resume": "never"}, ["--run-name=named", "--resume=auto"]),
-    ({"run_name": "old"}, ["--run-name=named"]), ({"resume": "named/checkpoints/step-00000001"}, ["--run-name=named", "--resume=auto"]),
+    ({"run_name": "old"}, ["--run-name=named"]),
+    ({"resume": "named/checkpoints/step-00000001"}, ["--run-name=named", "--resume=auto"]),
     ({"resume": "elsewhere/step-00000001"}, ["--run-name=named"])])
 def test_the_next_start_resumes_the_run_that_this_one_has_written(settings, added, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    job = Played(tmp_path, (CRASH, [2]), (0, [9]), **settings)
-    job.run()
-    assert job.flags_seen == [[], added]
-
-
-def test_a_start_that_never_wrote_into_its_folder_is_repeated_as_it_was(tmp_path):
-    """RESUME=never: the earlier run may not have been moved aside yet."""
-    job = Played(tmp_path, (CRASH, []), (0, []), resume="never")
-    job.run()
-    assert job.flags_seen == [[], []]
+    # A run that has written nothing is repeated as it was: the earlier one may not have been moved aside yet.
+    for number, (steps, most, flags) in enumerate((([2], 3, [[], added]), ([], 3, [[], []]), ([2], 0, [[]]))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        job = Played(folder, (CRASH, steps), (0, [9]), most=most, **settings)
+        job.run()
+        assert job.flags_seen == flags
 
 
 def test_checkpoints_that_were_there_before_are_no_gain(tmp_path):
@@ -116,10 +110,13 @@ def test_machines_agree_as_json_and_only_if_all_answer():
     assert not of(0, key="d")["again"]
 
 
-def die_once() -> None:
-    """In a rank: a kill -9 in step 4 of the first start only."""
+def signal_once(number: signal.Signals) -> None:
+    """In a rank: a signal in step 4 of the first start only."""
     if not process.restart_info()["restart"]:
-        do_in_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
+        do_in_step(4, lambda: os.kill(os.getpid(), number), optim)
+
+
+die_once, stop_once = (partial(signal_once, number) for number in (signal.SIGKILL, signal.SIGSTOP))
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -164,12 +161,6 @@ def test_two_machines_start_again_together(whole_on_two_ranks, tiny_run):
     assert_same_run(run, whole_on_two_ranks, 6)
     second = [line for line in run.lines("events") if line["event"] == "start"][1]
     assert second["cause"].startswith("rank 1 was killed by SIGKILL"), "which the launcher of rank 0 has learnt from the other"
-
-
-def stop_once() -> None:
-    """In a rank: SIGSTOP in step 4 of the first start only."""
-    if not process.restart_info()["restart"]:
-        do_in_step(4, lambda: os.kill(os.getpid(), signal.SIGSTOP), optim)
 
 
 @pytest.mark.slow

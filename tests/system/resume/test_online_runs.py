@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import during
-from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
+from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
 from data_pipeline.shards import TokenizerInfo
@@ -22,53 +22,31 @@ from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.prompts import PromptRows
 from extensions.report.page import Report
-from learn.optim import Optimizer, Reducer
 from model_kernels.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
 FUNCTIONS = """
-import os, sys, time
-
-def is_bad(answer):
-    return len(answer) % 3 == 0
+import os, time
 
 def fails(prompt, answer, record):
-    if is_bad(answer):
+    if len(answer) % 3 == 0:
         raise ValueError("too bad")
     return len(answer)
 
 def hangs(prompt, answer, record):
-    if is_bad(answer):
+    if len(answer) % 3 == 0:
         time.sleep(60)
     return len(answer)
 
 def dies(prompt, answer, record):
-    if is_bad(answer):
+    if len(answer) % 3 == 0:
         os._exit(7)
     return len(answer)
 
-def infinite(prompt, answer, record):
-    return float("nan") if is_bad(answer) else len(answer)
-
-def always(prompt, answer, record):
-    raise ValueError("no score")
-
-def declared(prompt, answer, record):
-    return len(record["hint"])
-
-declared.columns = "hint",
-
-def undeclared(prompt, answer, record):
-    return len(answer) + len(record["hint"])
-
 def own(prompt, answer, record):
-    return float(answer == record["answer"])
-
-def constant(prompt, answer, record):
     print("to the terminal, not into a reply")
-    return 0.5
+    return float(answer == record["answer"])
 """
-ENGINE_STEPS = 120  # of a whole run, with validations
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +70,13 @@ def die_in_engine(turn: int) -> None:
     during(Engine, "step", faults.die, turn)
 
 
-def kill_and_resume(stages, whole, folder, turn: int) -> None:
-    run = stages.run("grpo", folder)
+@pytest.mark.parametrize("turn", [
+    pytest.param(5, marks=pytest.mark.slow), 33, pytest.param(80, marks=pytest.mark.slow)])
+def test_a_kill_while_generating_changes_neither_weights_nor_rollouts(turn, stages, whole, tmp_path):
+    run = stages.run("grpo", tmp_path)
     run.ends([-9], partial(die_in_engine, turn))
     assert run.train() == 0
     assert_same_run(run, whole, 4)
-
-
-@pytest.mark.parametrize("turn", [pytest.param(5, marks=pytest.mark.slow), 33, pytest.param(80, marks=pytest.mark.slow)])
-def test_a_kill_while_generating_changes_neither_weights_nor_rollouts(turn, stages, whole, tmp_path):
-    kill_and_resume(stages, whole, tmp_path, turn)
-
-
-@pytest.mark.soak
-def test_fifty_kills_while_generating(stages, whole, tmp_path):
-    for turn in np.linspace(1, ENGINE_STEPS - 5, 50).astype(int).tolist():
-        kill_and_resume(stages, whole, tmp_path / str(turn), turn)
 
 
 @pytest.mark.parametrize("mode, together", [pytest.param("grpo", 1, marks=pytest.mark.slow), ("lora-grpo", 3), ("gkd", 1), ("gkd", 3)])
@@ -288,12 +257,3 @@ def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
     process = rewards.process
     process.stdin.close()
     assert process.wait(10) == 0
-
-
-def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_path, monkeypatch):
-    """Of two steps with three updates each, the first update of the second step is not finite."""
-    updates, step, norm = [], Optimizer.step, Reducer.norm
-    monkeypatch.setattr(Optimizer, "step", lambda *arguments: (updates.append(1), step(*arguments))[1])
-    monkeypatch.setattr(Reducer, "norm", lambda self: norm(self) * (torch.nan if len(updates) >= 3 else 1))
-    run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
-    assert run.train() == 4 and len(updates) == 4
