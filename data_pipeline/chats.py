@@ -21,6 +21,7 @@ from common.errors import DataError
 from common.text import command, counted
 from data_pipeline.source_files import Source
 from data_pipeline.sources import (
+    BLANK,
     Reading,
     columns_of,
     contents_of,
@@ -148,7 +149,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
             else:
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
-            options = options_in(record, {*fields, *tool_fields}, dropped.append)
+            check_texts(options := options_in(record, {*fields, *tool_fields}, dropped.append))
             written = tool_fields if tool_fields and "tools" in options else fields
             media = [name for name in MEDIA if record.get(name)]
             if media and any(MEDIA_PLACE.search(text) for each in examples for text in each.texts):
@@ -161,6 +162,8 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
                     if name not in written and name in message and message["role"] != "tool":
                         dropped.append(f"messages[].{name}")
                         del message[name]
+                if len(message) > 2:
+                    check_texts(message)
         except DataError as error:
             reading.refuse(where, str(error))
             continue
@@ -335,9 +338,9 @@ def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop
     dialog, *more = _dialogs_in(record, columns, drop, "label")
     if more:
         raise DataError("has several instances, but one label")
-    if dialog[-1].get("tool_calls"):
+    if check_turns(dialog, "assistant")[-1].get("tool_calls"):
         raise DataError("its completion is a tool call; only answers in words can have a label")
-    if not is_target(check_turns(dialog, "assistant")[-1]):
+    if not is_target(dialog[-1]):
         raise DataError("its answer is excluded from training by a mark; leave it out")
     *prompt, answer = _unmarked(dialog)
     return Example(where, check_turns(prompt, "user"), (answer,), label=bool(label))
@@ -568,14 +571,21 @@ def json_in(name: str, value: Any, expected: type) -> Any:
 
 def text_in(name: str, value: Any, may_be_blank: bool = False) -> str:
     """Return a value, after checking that it is valid text and not blank."""
-    flaw = flaw_of(value) or ("" if may_be_blank or value.strip() else "is empty")
+    flaw = flaw_of(value) or ("" if may_be_blank or not BLANK.fullmatch(value) else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
     return value
 
 
+def check_texts(values: Record) -> None:
+    """Raise DataError if one of the texts in some fields, such as tools, is not valid."""
+    for name, value in values.items():
+        if flaw := next(filter(None, map(flaw_of, texts_in(value))), None):
+            raise DataError(f"{name} {flaw}")
+
+
 def _is_blank(text: Any) -> bool:
-    return text is None or isinstance(text, str) and not text.strip()
+    return text is None or isinstance(text, str) and BLANK.fullmatch(text) is not None
 
 
 def with_system(messages: Messages, system_prompt: Any) -> Messages:

@@ -374,6 +374,7 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
     """Return the chunks that are not in the journal (see `cut_chunks`), and the plan of the split."""
     kind, options = plan.kind, plan.options
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
+    least = 2 if kind.name else 1  # unpaired answers are compared with others of their chunk
 
     def read(reading: Reading, done: int = 0) -> Iterator:
         most = options.max_documents
@@ -385,11 +386,11 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], **{name: Counter(end["counts"].get(name, ()))
                                                for name in ("dropped", "literals")})
-        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"])
+        return cut_chunks(items, reading, end["items"], least), SplitPlan(*end["split"])
     plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without positions are read again, but not tokenized.
-    return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
+    return islice(cut_chunks(items, reading, 0, least), journal["chunks"], None), plan_of_split
 
 
 def count_literals(items: Iterable, tokenizer: Any, reading: Reading) -> Iterator:
@@ -430,25 +431,32 @@ class ChunkEnd(NamedTuple):
     counts: dict[str, Any]  # see Reading
 
 
-def cut_chunks(items: Iterable, reading: Reading, done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
-    """Yield chunks of about CHUNK_CHARACTERS, and where each ends, after `done` items."""
+def cut_chunks(items: Iterable, reading: Reading, done: int = 0, least: int = 1
+               ) -> Iterator[tuple[list, ChunkEnd]]:
+    """Yield chunks of about CHUNK_CHARACTERS and `least` items, and where each ends, after `done` items."""
     def end() -> ChunkEnd:
         return ChunkEnd(reading.fraction, reading.item or reading.position, done, reading.counts)
 
-    chunk, characters = [], 0
+    chunk, characters, full = [], 0, None  # a full chunk, until the next one has enough items
     try:
         for item in items:
             done += 1
             chunk.append(item)
             characters += item.characters
+            if len(chunk) < least:
+                continue
+            if full:
+                yield full
+                full = None
             if characters >= CHUNK_CHARACTERS:
-                yield chunk, end()
-                chunk, characters = [], 0
+                full, chunk, characters = (chunk, end()), [], 0
     except DataError:
         if not (reading.failed and reading.bad):  # reported with those that workers find in the last chunks
             raise
-    if chunk:
-        yield chunk, end()
+    if full and chunk:
+        yield full[0] + chunk, end()
+    elif full or chunk:
+        yield full or (chunk, end())
 
 
 def progress_bar(**options) -> tqdm:

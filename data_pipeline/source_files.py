@@ -133,8 +133,10 @@ def reading_errors(name: str) -> Iterator[None]:
     except WrongContentError as error:
         raise DataError(f"{name}: {error}") from error
     except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
-        raise DataError(f"{name}: {remote.first_line(error)}; check that it exists, is complete "
-                        "and can be read") from error
+        reason, advice = remote.first_line(error), "check that it exists, is complete and can be read"
+        if "too much memory for decoding" in reason:
+            advice = f"unpack it with: zstd -d --long=31 {name}"
+        raise DataError(f"{name}: {reason}; {advice}") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:

@@ -51,6 +51,7 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin
 VARIABLE = re.compile(r"\d+|'[^']* [^']*'")  # differs in the reasons of bad records of one kind
 INVISIBLE = re.compile(  # soft hyphens, joiners, marks of direction or byte order, variation selectors
     "[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
+BLANK = re.compile(rf"(?:\s|{INVISIBLE.pattern})*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
               list: "a list", dict: "an object"}
@@ -158,24 +159,21 @@ class Reading:
 Records = Iterator[tuple[str, Any]]
 
 
-def _lines_of_cr(stream: Any) -> Iterator[bytes]:
-    """Yield the lines of a file in which they end in CR alone, with LF in its place."""
-    rest = b""
-    for block in iter(partial(stream.read1, 1 << 16), b""):
-        *lines, rest = (rest + block).splitlines(keepends=True)
-        yield from (line[:-1] + b"\n" if line.endswith(b"\r") else line for line in lines)
-    yield from filter(None, [rest.removesuffix(b"\r") + b"\n" * rest.endswith(b"\r")])
-
-
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
     advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
-    offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if not file.compression:
-        stream.seek(offset)
-    if b"\r" in (begin := stream.peek(START_BYTES))[:-1] and b"\n" not in begin:
-        lines = _lines_of_cr(stream)
+    offset, last = start.offset, b""  # the byte before it
+    if offset and not file.compression:
+        stream.seek(offset - 1)
+        last = stream.read(1)
+    lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    first = next(lines, b"")
+    if b"\r" in last + first and b"\n" not in last + first and len(first) <= MAX_LINE_BYTES:
+        # This is the whole file: its lines end in CR alone.
+        lines = iter(first.replace(b"\r", b"\n").splitlines(keepends=True))
+    elif first:
+        lines = chain([first], lines)
     if file.compression:
         lines = islice(lines, start.record, None)
     for number, line in enumerate(lines, start.record + 1):
@@ -636,7 +634,7 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     for format, records in _read_files(source, reading):
         has_lines = format == "text" or source.splitter != "whole"
         for document in _documents(records, source, has_lines and source.splitter != "line", reading):
-            if document.text and not document.text.isspace():
+            if not BLANK.fullmatch(document.text):
                 yield document
             else:
                 reading.empty += 1
