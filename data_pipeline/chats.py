@@ -21,7 +21,7 @@ from common.errors import DataError
 from common.text import command, counted
 from data_pipeline.source_files import Source
 from data_pipeline.sources import (
-    BLANK,
+    INVISIBLE,
     Reading,
     columns_of,
     contents_of,
@@ -77,6 +77,7 @@ Drop = Callable[[str], Any]  # is called with the name of a field that is droppe
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Tables often hold messages as text: JSON, which is read, or as Python prints them, which is refused.
 WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
+BLANK = re.compile(rf"(?:\s|{INVISIBLE.pattern})*")
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 

@@ -51,7 +51,6 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin
 VARIABLE = re.compile(r"\d+|'[^']* [^']*'")  # differs in the reasons of bad records of one kind
 INVISIBLE = re.compile(  # soft hyphens, joiners, marks of direction or byte order, variation selectors
     "[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
-BLANK = re.compile(rf"(?:\s|{INVISIBLE.pattern})*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
               list: "a list", dict: "an object"}
@@ -634,7 +633,7 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     for format, records in _read_files(source, reading):
         has_lines = format == "text" or source.splitter != "whole"
         for document in _documents(records, source, has_lines and source.splitter != "line", reading):
-            if not BLANK.fullmatch(document.text):
+            if document.text and not document.text.isspace():
                 yield document
             else:
                 reading.empty += 1
