@@ -12,6 +12,7 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -19,15 +20,17 @@ import torch
 
 from checkpoint import peft, schema, store
 from checkpoint.model_json import context_length, read_model_json
-from common.activity import foreign_call, phase
+from common.activity import foreign_call, phase, tick
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import command
+from common.text import command, counted
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
+from data_pipeline.remote_data import say_once
 from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
+from data_pipeline.source_files import format_of
 from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
@@ -81,6 +84,13 @@ class Evaluate(Extension):
     def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
         if prompts_to_answer(config):
             self.held_out = read_held_out(config, inputs.tokenizer, verify)
+        if config.validation_data_path and inputs.validation_rows and inputs.rows and verify != "never":
+            held_out = [*openings(inputs.validation_rows)]
+            known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
+            if count := sum(opening in known for opening in held_out):
+                say_once(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
+                         f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
+                         "on, so their loss says less about others; leave them out of one of both sets")
         return inputs
 
     @collective
@@ -109,6 +119,17 @@ class Evaluate(Extension):
 
 
 EXTENSION = Evaluate
+
+
+def openings(rows: Rows, lengths: Optional[set[int]] = None) -> Iterator[bytes]:
+    """Yield the tokens of each example before its first target, if they have one of these lengths."""
+    for examples in (source.example_set for source in rows.sources if source and source.example_set):
+        sizes = examples.first_targets * examples.tokens.shards[0].ids_dtype.itemsize
+        chosen = np.isin(sizes, [*lengths]) if lengths is not None else sizes > 0
+        for number in np.flatnonzero(chosen).tolist():
+            tick()
+            start, count = examples.starts[number], examples.first_targets[number]
+            yield examples.tokens.read(int(start), int(count)).tobytes()
 
 
 def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
@@ -206,7 +227,8 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in (None, Words)], [
+    tokenizers = None, SimpleNamespace(tokenize=words_of)  # of words of any script, Chinese characters as one
+    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in tokenizers], [
         *zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
     scores = [rouge[2 * count(LATIN, reference) < count(LETTER, reference)].score(reference, answer)
@@ -223,12 +245,6 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
 
 def count(pattern: re.Pattern, *texts: str) -> int:
     return sum(len(pattern.findall(text)) for text in texts)
-
-
-class Words:
-    """A tokenizer for rouge-score: the words of any script; each Chinese or Japanese character is one."""
-
-    tokenize = staticmethod(words_of)
 
 
 def bleu_tokenizer(references: Sequence[str]) -> str:
@@ -324,6 +340,9 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
         mixed = is_mixture(data)
         first_set = read_mixture(Path(data)).sources[0].set if mixed else data
         prepared = prepared_folder(Path(first_set))
+        if not prepared and format_of(data)[0]:
+            raise SettingsError(f"--data {data} is not prepared; run {command('scripts/prepare.py')} with "
+                                f"text, chats or pairs and {data}, and name the folder that it prints")
         stage = STAGE_OF_KIND[read_data_manifest(prepared).kind] if prepared else "pretrain"
         saved_stage = saved.get("TRAINING_STAGE")
         if stage == "dpo" != saved_stage:
