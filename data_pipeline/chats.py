@@ -19,19 +19,9 @@ from typing import Any, NamedTuple
 
 from common.errors import DataError
 from common.text import command, counted
+from data_pipeline import sources
 from data_pipeline.source_files import Source
-from data_pipeline.sources import (
-    INVISIBLE,
-    Reading,
-    columns_of,
-    contents_of,
-    flaw_of,
-    identity_of,
-    read_records,
-    texts_in,
-    type_name,
-    unique,
-)
+from data_pipeline.sources import columns_of, contents_of, flaw_of, identity_of, texts_in, type_name
 from data_pipeline.templates import Messages, is_target
 
 SHORTCUTS = {
@@ -77,7 +67,7 @@ Drop = Callable[[str], Any]  # is called with the name of a field that is droppe
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Tables often hold messages as text: JSON, which is read, or as Python prints them, which is refused.
 WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
-BLANK = re.compile(rf"(?:\s|{INVISIBLE.pattern})*")
+BLANK = re.compile(rf"(?:\s|{sources.INVISIBLE.pattern})*")
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 
@@ -129,7 +119,7 @@ def said_in(message: Mapping[str, Any]) -> list[str]:
     return texts_in([message.get("reasoning_content"), message["content"], calls])
 
 
-def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (),
+def read_examples(kind: str, source: Source, reading: sources.Reading, fields: Names = (),
                   tool_fields: Names = ()) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
@@ -138,7 +128,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
     """
     mapped = source.renamed.keys()
     # Without a column name, Parquet files yield all columns.
-    for where, record in read_records(replace(source, column=""), reading):
+    for where, record in sources.read_records(replace(source, column=""), reading):
         dropped: list[str] = []
         record = {name: _plain_value(name, value) for name, value in record.items()}
         try:
@@ -559,7 +549,7 @@ def calls_in(name: str, calls: Any, drop: Drop = str) -> list[dict[str, Any]]:
 def json_in(name: str, value: Any, expected: type) -> Any:
     """Return a list or an object, which may also be given as its JSON."""
     try:
-        value = json.loads(value, object_pairs_hook=unique) if isinstance(value, str) else value
+        value = json.loads(value, object_pairs_hook=sources.unique) if isinstance(value, str) else value
     except json.JSONDecodeError:
         pass  # it is text
     except (ValueError, RecursionError) as error:  # a name that occurs twice; nested too deeply

@@ -28,13 +28,7 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, percent, show, without_passwords
-from data_pipeline.filters import (
-    FILTERS_VERSION,
-    LEAST_WORDS,
-    OVERLAP_WORDS,
-    evaluation_items,
-    tokenize_filtered,
-)
+from data_pipeline import filters
 from data_pipeline.remote_data import say_once
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.source_files import Source, format_of, identify
@@ -87,12 +81,12 @@ class PreparationPlan(NamedTuple):
     @property
     def settings(self) -> dict:
         options = self.options
-        filters = {"decontaminate": OVERLAP_WORDS, "filters_version": FILTERS_VERSION}
-        filters = filters if options.decontaminate else {}
+        compared = {"decontaminate": filters.OVERLAP_WORDS, "filters_version": filters.FILTERS_VERSION}
+        compared = compared if options.decontaminate else {}
         # Seed, stop and weights are left over from sets with several sources, and keep keys unchanged.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
-                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **filters}
+                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **compared}
 
     @property
     def key(self) -> str:
@@ -304,7 +298,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     fraction = split_plan.fraction
     removed = journal.get("removed", {})
     if options.decontaminate and not removed:
-        items = evaluation_items(options.decontaminate)
+        items = filters.evaluation_items(options.decontaminate)
         removed = {"overlaps": {"count": 0, "listed": [], "items": items.count, "short": items.short}}
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
                       frozenset(split_plan.common), split_plan.reserved)
@@ -321,7 +315,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         TOKENIZERS.clear()
         TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer
         in_order = stack.enter_context(open_workers(workers, only_tokenize and workers <= MAX_THREADS))
-        tokenize = partial(tokenize_filtered, kind.tokenize, spec)
+        tokenize = partial(filters.tokenize_filtered, kind.tokenize, spec)
         results = stack.enter_context(closing(in_order(tokenize, chunks)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync, listed = time.monotonic(), len(writers["train"].shards)
@@ -425,7 +419,7 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
 class ChunkEnd(NamedTuple):
     """Where a chunk ends."""
 
-    fraction: float | None  # of the source that has been read
+    fraction: float  # of the source that has been read; 0 = unknown
     position: Position  # where the last item begins
     items: int  # in all chunks so far
     counts: dict[str, Any]  # see Reading
@@ -435,7 +429,8 @@ def cut_chunks(items: Iterable, reading: Reading, done: int = 0, least: int = 1
                ) -> Iterator[tuple[list, ChunkEnd]]:
     """Yield chunks of about CHUNK_CHARACTERS and `least` items, and where each ends, after `done` items."""
     def end() -> ChunkEnd:
-        return ChunkEnd(reading.fraction, reading.item or reading.position, done, reading.counts)
+        fraction = reading.bytes_done / (reading.bytes_total or 1)
+        return ChunkEnd(fraction, reading.item or reading.position, done, reading.counts)
 
     chunk, characters, full = [], 0, None  # a full chunk, until the next one has enough items
     try:
@@ -525,7 +520,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     for removed in manifest.get("removed", {}).values():
         if short := removed.get("short"):
             lines.append(f"Not compared: {short:,} of {counted(removed['items'], 'evaluation item')}, whose "
-                         f"texts have fewer than {LEAST_WORDS} words")
+                         f"texts have fewer than {filters.LEAST_WORDS} words")
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:

@@ -123,10 +123,6 @@ class Reading:
                 ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals", "lost",
                  "reserved")}
 
-    @property
-    def fraction(self) -> float | None:
-        return self.bytes_done / self.bytes_total if self.bytes_total else None
-
     def refuse(self, where: str, reason: str) -> None:
         """Count and list an unusable record; without `skip_bad`, `settle` raises DataError."""
         self.failed = not self.skip_bad

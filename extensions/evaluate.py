@@ -31,7 +31,7 @@ from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.remote_data import say_once
 from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
 from data_pipeline.source_files import format_of
-from data_pipeline.templates import ChatFormat, load_chat_format
+from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
@@ -140,8 +140,12 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
                 if find_spec(name := package.replace("-", "_")) is None:
                     raise ImportError(f"No module named {name!r}")
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
-    chat_format = load_chat_format(tokenizer)
-    header = header_of(chat_format)
+    chat_format, prompts = load_chat_format(tokenizer), []
+    with suppress(DataError):  # some templates require a system message
+        prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
+    # The tokens that prompts end in, after the end of the user's turn
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
+    header = [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
     for number, row in zip(*rows.locate(np.arange(len(rows)))):
         source = rows.sources[number]
         for example in source.examples_in(row).tolist():
@@ -161,15 +165,6 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
     if not examples:
         raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
     return examples
-
-
-def header_of(chat_format: ChatFormat) -> list[int]:
-    """Return the tokens that prompts end in, after the end of the user's turn."""
-    prompts: list[list[int]] = []
-    with suppress(DataError):  # some templates require a system message
-        prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
-    return [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
 
 
 @collective
