@@ -297,6 +297,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
     removed = journal.get("removed", {})
+    filters.evaluation_items.cache_clear()  # since this process read them, they may have changed
     if options.decontaminate and not removed:
         items = filters.evaluation_items(options.decontaminate)
         removed = {"overlaps": {"count": 0, "listed": [], "items": items.count, "short": items.short}}
