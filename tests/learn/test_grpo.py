@@ -1,5 +1,6 @@
 """GRPO compared with TRL, the invariants of its loss and advantages, and the built-in rewards."""
 
+import json
 import math
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from extensions.online import (
     STD_EPSILON,
     Answer,
     OnPolicyDistillation,
+    Rewards,
     Rollouts,
     advantages,
     validation_reward,
@@ -252,6 +254,12 @@ def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words
     with pytest.raises((TypeError, AttributeError), match=words):
         load(name)
     assert load("math") and load("operator:setitem"), "three arguments"
+
+
+@pytest.mark.parametrize("name, is_said", [("exact", True), ("contains", True), ("math", False)])
+def test_a_reward_that_compares_whole_answers_says_so_where_they_mark_a_number(name, is_said):
+    notes = Rewards(f"REWARD={name}", [(name, 1.0)]).check([("1+2?", json.dumps({"answer": "1+2=3\n#### 3"}))], "")
+    assert notes == [f"REWARD={name} compares the whole of answers such as '1+2=3\\n#### 3'; REWARD=math compares the number after ####"] * is_said
 
 
 def test_unparsed_answers_are_counted_and_reported_once():
