@@ -20,15 +20,14 @@ import torch
 
 from checkpoint import peft, schema, store
 from checkpoint.model_json import context_length, read_model_json
-from common.activity import foreign_call, phase, tick
+from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import command, counted
+from common.text import command
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
-from data_pipeline.remote_data import say_once
 from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
 from data_pipeline.source_files import format_of
 from data_pipeline.templates import load_chat_format
@@ -84,13 +83,6 @@ class Evaluate(Extension):
     def inputs(self, config: Config, inputs: Inputs, verify: str) -> Inputs:
         if prompts_to_answer(config):
             self.held_out = read_held_out(config, inputs.tokenizer, verify)
-        if config.validation_data_path and inputs.validation_rows and inputs.rows and verify != "never":
-            held_out = [*openings(inputs.validation_rows)]
-            known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
-            if count := sum(opening in known for opening in held_out):
-                say_once(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
-                         f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
-                         "on, so their loss says less about others; leave them out of one of both sets")
         return inputs
 
     @collective
@@ -119,17 +111,6 @@ class Evaluate(Extension):
 
 
 EXTENSION = Evaluate
-
-
-def openings(rows: Rows, lengths: Optional[set[int]] = None) -> Iterator[bytes]:
-    """Yield the tokens of each example before its first target, if they have one of these lengths."""
-    for examples in (source.example_set for source in rows.sources if source and source.example_set):
-        sizes = examples.first_targets * examples.tokens.shards[0].ids_dtype.itemsize
-        chosen = np.isin(sizes, [*lengths]) if lengths is not None else sizes > 0
-        for number in np.flatnonzero(chosen).tolist():
-            tick()
-            start, count = examples.starts[number], examples.first_targets[number]
-            yield examples.tokens.read(int(start), int(count)).tobytes()
 
 
 def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
