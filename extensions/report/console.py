@@ -109,14 +109,14 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         used = read_own_json(folder / MANIFEST).get("settings", {}).get("validation_fraction", asked)
         if used != asked:
             notes.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
-                          f"{'its default' if used is None else f'{used:g}'}; prepare it again")
+                         f"{'its default' if used is None else f'{used:g}'}; prepare it again")
     if config.validation_data_path and inputs.validation_rows:
         held_out = [*openings(inputs.validation_rows)]
         known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
         if count := sum(opening in known for opening in held_out):
             notes.append(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
-                          f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
-                          "on, so their loss says less about others; leave them out of one of both sets")
+                         f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
+                         "on, so their loss says less about others; leave them out of one of both sets")
     if table := inputs.sources(config):
         lines = describe_sources(inputs.rows.mixture, table)
         return [inputs.description, *(f"  {line}" for line in lines), *notes]
