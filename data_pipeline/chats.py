@@ -19,18 +19,9 @@ from typing import Any, NamedTuple
 
 from common.errors import DataError
 from common.text import command, counted
+from data_pipeline import sources
 from data_pipeline.source_files import Source
-from data_pipeline.sources import (
-    Reading,
-    columns_of,
-    contents_of,
-    flaw_of,
-    identity_of,
-    read_records,
-    texts_in,
-    type_name,
-    unique,
-)
+from data_pipeline.sources import columns_of, contents_of, flaw_of, identity_of, texts_in, type_name
 from data_pipeline.templates import Messages, is_target
 
 SHORTCUTS = {
@@ -76,6 +67,7 @@ Drop = Callable[[str], Any]  # is called with the name of a field that is droppe
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Tables often hold messages as text: JSON, which is read, or as Python prints them, which is refused.
 WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
+BLANK = re.compile(rf"(?:\s|{sources.INVISIBLE.pattern})*")
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 
@@ -127,7 +119,7 @@ def said_in(message: Mapping[str, Any]) -> list[str]:
     return texts_in([message.get("reasoning_content"), message["content"], calls])
 
 
-def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (),
+def read_examples(kind: str, source: Source, reading: sources.Reading, fields: Names = (),
                   tool_fields: Names = ()) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
@@ -136,7 +128,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
     """
     mapped = source.renamed.keys()
     # Without a column name, Parquet files yield all columns.
-    for where, record in read_records(replace(source, column=""), reading):
+    for where, record in sources.read_records(replace(source, column=""), reading):
         dropped: list[str] = []
         record = {name: _plain_value(name, value) for name, value in record.items()}
         try:
@@ -148,7 +140,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
             else:
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
-            options = options_in(record, {*fields, *tool_fields}, dropped.append)
+            check_texts(options := options_in(record, {*fields, *tool_fields}, dropped.append))
             written = tool_fields if tool_fields and "tools" in options else fields
             media = [name for name in MEDIA if record.get(name)]
             if media and any(MEDIA_PLACE.search(text) for each in examples for text in each.texts):
@@ -161,6 +153,8 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
                     if name not in written and name in message and message["role"] != "tool":
                         dropped.append(f"messages[].{name}")
                         del message[name]
+                if len(message) > 2:
+                    check_texts(message)
         except DataError as error:
             reading.refuse(where, str(error))
             continue
@@ -335,9 +329,9 @@ def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop
     dialog, *more = _dialogs_in(record, columns, drop, "label")
     if more:
         raise DataError("has several instances, but one label")
-    if dialog[-1].get("tool_calls"):
+    if check_turns(dialog, "assistant")[-1].get("tool_calls"):
         raise DataError("its completion is a tool call; only answers in words can have a label")
-    if not is_target(check_turns(dialog, "assistant")[-1]):
+    if not is_target(dialog[-1]):
         raise DataError("its answer is excluded from training by a mark; leave it out")
     *prompt, answer = _unmarked(dialog)
     return Example(where, check_turns(prompt, "user"), (answer,), label=bool(label))
@@ -555,7 +549,7 @@ def calls_in(name: str, calls: Any, drop: Drop = str) -> list[dict[str, Any]]:
 def json_in(name: str, value: Any, expected: type) -> Any:
     """Return a list or an object, which may also be given as its JSON."""
     try:
-        value = json.loads(value, object_pairs_hook=unique) if isinstance(value, str) else value
+        value = json.loads(value, object_pairs_hook=sources.unique) if isinstance(value, str) else value
     except json.JSONDecodeError:
         pass  # it is text
     except (ValueError, RecursionError) as error:  # a name that occurs twice; nested too deeply
@@ -568,14 +562,21 @@ def json_in(name: str, value: Any, expected: type) -> Any:
 
 def text_in(name: str, value: Any, may_be_blank: bool = False) -> str:
     """Return a value, after checking that it is valid text and not blank."""
-    flaw = flaw_of(value) or ("" if may_be_blank or value.strip() else "is empty")
+    flaw = flaw_of(value) or ("" if may_be_blank or not BLANK.fullmatch(value) else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
     return value
 
 
+def check_texts(values: Record) -> None:
+    """Raise DataError if one of the texts in some fields, such as tools, is not valid."""
+    for name, value in values.items():
+        if flaw := next(filter(None, map(flaw_of, texts_in(value))), None):
+            raise DataError(f"{name} {flaw}")
+
+
 def _is_blank(text: Any) -> bool:
-    return text is None or isinstance(text, str) and not text.strip()
+    return text is None or isinstance(text, str) and BLANK.fullmatch(text) is not None
 
 
 def with_system(messages: Messages, system_prompt: Any) -> Messages:

@@ -106,7 +106,9 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
         raise invalid(f"{ending_column!r} must be {expected} texts, got {record[ending_column]!r:.60}")
 
     # The label: a number, a letter, or a name in `choices`
-    label, last = record.get(label_column), string.ascii_uppercase[len(endings) - 1]
+    if label_column not in record:
+        raise invalid(f"has no {label_column!r}; it has {columns_of(record)}")
+    label, last = record[label_column], string.ascii_uppercase[len(endings) - 1]
     if label in (None, "", -1, "-1") or label != label:
         raise DataError(f"{where}: has no label; use the validation split, as the test split has no labels")
     labels = {**{str(number): number for number in range(len(endings) + 1)},

@@ -84,7 +84,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
                 segments = chat_format.encode_chat(messages, options)
             targets = example.answers or [*filter(is_target, example.messages)] * (not example.record)
             if missing := coverage.lost(chain(*map(said_in, targets))).keys() - {*"\n\r\t"}:
-                raise DataError(f"its answer has {min(missing)!r}, which is not in the vocabulary, so it "
+                raise DataError(f"its answer has {max(missing)!r}, which is not in the vocabulary, so it "
                                 "would be lost or unknown; use another tokenizer")
         except DataError as error:
             refused.append((example.where, str(error)))

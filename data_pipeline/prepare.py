@@ -28,13 +28,7 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, percent, show, without_passwords
-from data_pipeline.filters import (
-    FILTERS_VERSION,
-    LEAST_WORDS,
-    OVERLAP_WORDS,
-    evaluation_items,
-    tokenize_filtered,
-)
+from data_pipeline import filters
 from data_pipeline.remote_data import say_once
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.source_files import Source, format_of, identify
@@ -87,12 +81,12 @@ class PreparationPlan(NamedTuple):
     @property
     def settings(self) -> dict:
         options = self.options
-        filters = {"decontaminate": OVERLAP_WORDS, "filters_version": FILTERS_VERSION}
-        filters = filters if options.decontaminate else {}
+        compared = {"decontaminate": filters.OVERLAP_WORDS, "filters_version": filters.FILTERS_VERSION}
+        compared = compared if options.decontaminate else {}
         # Seed, stop and weights are left over from sets with several sources, and keep keys unchanged.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
-                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **filters}
+                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **compared}
 
     @property
     def key(self) -> str:
@@ -303,8 +297,9 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
     removed = journal.get("removed", {})
+    filters.evaluation_items.cache_clear()  # since this process read them, they may have changed
     if options.decontaminate and not removed:
-        items = evaluation_items(options.decontaminate)
+        items = filters.evaluation_items(options.decontaminate)
         removed = {"overlaps": {"count": 0, "listed": [], "items": items.count, "short": items.short}}
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
                       frozenset(split_plan.common), split_plan.reserved)
@@ -321,7 +316,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         TOKENIZERS.clear()
         TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer
         in_order = stack.enter_context(open_workers(workers, only_tokenize and workers <= MAX_THREADS))
-        tokenize = partial(tokenize_filtered, kind.tokenize, spec)
+        tokenize = partial(filters.tokenize_filtered, kind.tokenize, spec)
         results = stack.enter_context(closing(in_order(tokenize, chunks)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync, listed = time.monotonic(), len(writers["train"].shards)
@@ -374,6 +369,7 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
     """Return the chunks that are not in the journal (see `cut_chunks`), and the plan of the split."""
     kind, options = plan.kind, plan.options
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
+    least = 2 if kind.name else 1  # unpaired answers are compared with others of their chunk
 
     def read(reading: Reading, done: int = 0) -> Iterator:
         most = options.max_documents
@@ -385,11 +381,11 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], **{name: Counter(end["counts"].get(name, ()))
                                                for name in ("dropped", "literals")})
-        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"])
+        return cut_chunks(items, reading, end["items"], least), SplitPlan(*end["split"])
     plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without positions are read again, but not tokenized.
-    return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
+    return islice(cut_chunks(items, reading, 0, least), journal["chunks"], None), plan_of_split
 
 
 def count_literals(items: Iterable, tokenizer: Any, reading: Reading) -> Iterator:
@@ -424,31 +420,39 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
 class ChunkEnd(NamedTuple):
     """Where a chunk ends."""
 
-    fraction: float | None  # of the source that has been read
+    fraction: float  # of the source that has been read; 0 = unknown
     position: Position  # where the last item begins
     items: int  # in all chunks so far
     counts: dict[str, Any]  # see Reading
 
 
-def cut_chunks(items: Iterable, reading: Reading, done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
-    """Yield chunks of about CHUNK_CHARACTERS, and where each ends, after `done` items."""
+def cut_chunks(items: Iterable, reading: Reading, done: int = 0, least: int = 1
+               ) -> Iterator[tuple[list, ChunkEnd]]:
+    """Yield chunks of about CHUNK_CHARACTERS and `least` items, and where each ends, after `done` items."""
     def end() -> ChunkEnd:
-        return ChunkEnd(reading.fraction, reading.item or reading.position, done, reading.counts)
+        fraction = reading.bytes_done / (reading.bytes_total or 1)
+        return ChunkEnd(fraction, reading.item or reading.position, done, reading.counts)
 
-    chunk, characters = [], 0
+    chunk, characters, full = [], 0, None  # a full chunk, until the next one has enough items
     try:
         for item in items:
             done += 1
             chunk.append(item)
             characters += item.characters
+            if len(chunk) < least:
+                continue
+            if full:
+                yield full
+                full = None
             if characters >= CHUNK_CHARACTERS:
-                yield chunk, end()
-                chunk, characters = [], 0
+                full, chunk, characters = (chunk, end()), [], 0
     except DataError:
         if not (reading.failed and reading.bad):  # reported with those that workers find in the last chunks
             raise
-    if chunk:
-        yield chunk, end()
+    if full and chunk:
+        yield full[0] + chunk, end()
+    elif full or chunk:
+        yield full or (chunk, end())
 
 
 def progress_bar(**options) -> tqdm:
@@ -517,7 +521,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     for removed in manifest.get("removed", {}).values():
         if short := removed.get("short"):
             lines.append(f"Not compared: {short:,} of {counted(removed['items'], 'evaluation item')}, whose "
-                         f"texts have fewer than {LEAST_WORDS} words")
+                         f"texts have fewer than {filters.LEAST_WORDS} words")
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:

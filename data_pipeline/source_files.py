@@ -133,8 +133,10 @@ def reading_errors(name: str) -> Iterator[None]:
     except WrongContentError as error:
         raise DataError(f"{name}: {error}") from error
     except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
-        raise DataError(f"{name}: {remote.first_line(error)}; check that it exists, is complete "
-                        "and can be read") from error
+        reason, advice = remote.first_line(error), "check that it exists, is complete and can be read"
+        if "too much memory for decoding" in reason:
+            advice = f"unpack it with: zstd -d --long=31 {name}"
+        raise DataError(f"{name}: {reason}; {advice}") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
@@ -200,7 +202,9 @@ def list_files(source: Source) -> list[StoredFile]:
     """
     path, unread = source.path, defaultdict(list)
     with reading_errors(path):
-        fs, root, names = _find_names(path, unread)
+        local = remote_data.local_name(path)
+        fs, root, names = remote.retry(path, lambda: _find_remote_names(path, unread)) if not local else (
+            None, local if os.path.isdir(local) else "", local_files(local, unread))
         if not names:
             found = f"no file to read, only {_counts_of(unread, root)}" if unread else (
                 "the folder is empty" if root else "no such file or folder, or nothing matches")
@@ -324,14 +328,8 @@ def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
     return sorted(files)
 
 
-def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
-    """Return the file system, the root if the path is a folder, and the names of the files."""
-    if name := remote_data.local_name(path):
-        return None, name if os.path.isdir(name) else "", local_files(name, unread)
-    return remote.retry(path, lambda: _find_remote_names(path, unread))
-
-
 def _find_remote_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
+    """Return the file system, the root if the path is a folder, and the names of the files."""
     fs, root = remote_data.file_system(path)
     try:
         file_type = fs.info(root)["type"]

@@ -28,18 +28,8 @@ from common import remote
 from common.errors import DataError, SettingsError, requires_package
 from common.files import advice_on_encoding, check_start
 from common.text import counted, without_passwords
-from data_pipeline import remote_data
-from data_pipeline.source_files import (
-    READABLE,
-    SPLITTERS,
-    TABLES,
-    UNDECODED,
-    Source,
-    StoredFile,
-    format_of,
-    list_files,
-    reading_errors,
-)
+from data_pipeline import remote_data, source_files
+from data_pipeline.source_files import TABLES, UNDECODED, Source, StoredFile, list_files, reading_errors
 
 STREAMS = {"bz2": bz2.BZ2Decompressor, "xz": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)}
 LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS = 1000, 20, 20
@@ -123,10 +113,6 @@ class Reading:
                 ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals", "lost",
                  "reserved")}
 
-    @property
-    def fraction(self) -> float | None:
-        return self.bytes_done / self.bytes_total if self.bytes_total else None
-
     def refuse(self, where: str, reason: str) -> None:
         """Count and list an unusable record; without `skip_bad`, `settle` raises DataError."""
         self.failed = not self.skip_bad
@@ -158,24 +144,19 @@ class Reading:
 Records = Iterator[tuple[str, Any]]
 
 
-def _lines_of_cr(stream: Any) -> Iterator[bytes]:
-    """Yield the lines of a file in which they end in CR alone, with LF in its place."""
-    rest = b""
-    for block in iter(partial(stream.read1, 1 << 16), b""):
-        *lines, rest = (rest + block).splitlines(keepends=True)
-        yield from (line[:-1] + b"\n" if line.endswith(b"\r") else line for line in lines)
-    yield from filter(None, [rest.removesuffix(b"\r") + b"\n" * rest.endswith(b"\r")])
-
-
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
     advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
-    offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if not file.compression:
-        stream.seek(offset)
-    if b"\r" in (begin := stream.peek(START_BYTES))[:-1] and b"\n" not in begin:
-        lines = _lines_of_cr(stream)
+    offset, last = start.offset, b""  # the byte before it
+    if offset and not file.compression:
+        stream.seek(offset - 1)
+        last = stream.read(1)
+    first = stream.readline(MAX_LINE_BYTES + 1)
+    lines = chain([first] * bool(first), iter(partial(stream.readline, MAX_LINE_BYTES + 1), b""))
+    if b"\r" in last + first and b"\n" not in last + first and len(first) <= MAX_LINE_BYTES:
+        # This is the whole file: its lines end in CR alone.
+        lines = iter(first.replace(b"\r", b"\n").splitlines(keepends=True))
     if file.compression:
         lines = islice(lines, start.record, None)
     for number, line in enumerate(lines, start.record + 1):
@@ -560,9 +541,9 @@ def read_records(source: Source, reading: Reading) -> Records:
 
 def read_file(path: str, reading: Reading) -> Records:
     """Yield all records of a local file as (where, record)."""
-    format, compression = format_of(path)
+    format, compression = source_files.format_of(path)
     if format is None:
-        raise DataError(f"{path}: no file of a supported format; use {READABLE}")
+        raise DataError(f"{path}: no file of a supported format; use {source_files.READABLE}")
     file = StoredFile(None, os.path.abspath(path), os.path.getsize(path), format, compression)
     yield from (_read_table if format in TABLES else _read_file)(file, [], reading)
     reading.settle()
@@ -640,10 +621,10 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
                 yield document
             else:
                 reading.empty += 1
-    if source.splitter not in SPLITTERS and not reading.separators:
+    if source.splitter not in source_files.SPLITTERS and not reading.separators:
         raise DataError(f"{without_passwords(source.path) or source.name}: no line equals "
                         f"{source.splitter!r}, the document separator; set --documents to a line that "
-                        f"occurs, or to {', '.join(SPLITTERS)}")
+                        f"occurs, or to {', '.join(source_files.SPLITTERS)}")
 
 
 def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:

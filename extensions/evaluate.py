@@ -12,6 +12,7 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -28,7 +29,8 @@ from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
-from data_pipeline.templates import ChatFormat, load_chat_format
+from data_pipeline.source_files import format_of
+from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
@@ -119,8 +121,12 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
                 if find_spec(name := package.replace("-", "_")) is None:
                     raise ImportError(f"No module named {name!r}")
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
-    chat_format = load_chat_format(tokenizer)
-    header = header_of(chat_format)
+    chat_format, prompts = load_chat_format(tokenizer), []
+    with suppress(DataError):  # some templates require a system message
+        prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
+    # The tokens that prompts end in, after the end of the user's turn
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
+    header = [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
     for number, row in zip(*rows.locate(np.arange(len(rows)))):
         source = rows.sources[number]
         for example in source.examples_in(row).tolist():
@@ -140,15 +146,6 @@ def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
     if not examples:
         raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
     return examples
-
-
-def header_of(chat_format: ChatFormat) -> list[int]:
-    """Return the tokens that prompts end in, after the end of the user's turn."""
-    prompts: list[list[int]] = []
-    with suppress(DataError):  # some templates require a system message
-        prompts = [chat_format.encode_prompt([{"role": "user", "content": words}]) for words in ("Why?", "1")]
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, prompts)))]
-    return [*takewhile(lambda token: token not in chat_format.stop_ids, shared)][::-1]
 
 
 @collective
@@ -206,7 +203,8 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in (None, Words)], [
+    tokenizers = None, SimpleNamespace(tokenize=words_of)  # of words of any script, Chinese characters as one
+    rouge, pairs = [RougeScorer([*ROUGE.values()], tokenizer=words) for words in tokenizers], [
         *zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
     scores = [rouge[2 * count(LATIN, reference) < count(LETTER, reference)].score(reference, answer)
@@ -223,12 +221,6 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
 
 def count(pattern: re.Pattern, *texts: str) -> int:
     return sum(len(pattern.findall(text)) for text in texts)
-
-
-class Words:
-    """A tokenizer for rouge-score: the words of any script; each Chinese or Japanese character is one."""
-
-    tokenize = staticmethod(words_of)
 
 
 def bleu_tokenizer(references: Sequence[str]) -> str:
@@ -324,6 +316,9 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
         mixed = is_mixture(data)
         first_set = read_mixture(Path(data)).sources[0].set if mixed else data
         prepared = prepared_folder(Path(first_set))
+        if not prepared and format_of(data)[0]:
+            raise SettingsError(f"--data {data} is not prepared; run {command('scripts/prepare.py')} with "
+                                f"text, chats or pairs and {data}, and name the folder that it prints")
         stage = STAGE_OF_KIND[read_data_manifest(prepared).kind] if prepared else "pretrain"
         saved_stage = saved.get("TRAINING_STAGE")
         if stage == "dpo" != saved_stage:

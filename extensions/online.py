@@ -114,6 +114,10 @@ class Rewards:
             raise SettingsError(f"{self.setting} reads a column {missing[0]!r}, but the records have no "
                                 f"{missing[0]!r}: they have {columns_of(read[0])}; "
                                 f"{advice.format(missing[0])}")
+        if {*self.names} & {"exact", "contains"} and (
+                marked := [each["answer"] for each in records if "\n####" in str(each.get("answer"))]):
+            notes.append(f"{self.setting} compares the whole of answers such as {marked[0][-40:]!r}; "
+                         "REWARD=math compares the number after ####")
         notes += [f"{self.setting} reads the column {name!r} as the answer of {counted(count, 'record')}"
                   for name, count in Counter(map(answer_column, read)).items()
                   if name != "answer" and "answer" in self.columns]

@@ -18,6 +18,7 @@ from typing import Optional
 
 import numpy as np
 
+import dataloaders
 from common.activity import phase, tick
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
@@ -26,30 +27,8 @@ from data_pipeline import shards
 from data_pipeline.examples import ExampleSet
 from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
-from dataloaders import (
-    OPENERS,
-    Batch,
-    ExampleRows,
-    Mixing,
-    Rows,
-    SourceRows,
-    TokenRows,
-    cache_of,
-    check_rows,
-    pack,
-    permute,
-)
-from extensions.preparation import (
-    POLL_SECONDS,
-    examples_in,
-    lacking,
-    look,
-    rows_in,
-    segments_of,
-    shards_of,
-    slots_of,
-    why_ended,
-)
+from dataloaders import Batch, ExampleRows, Mixing, Rows, TokenRows, cache_of, check_rows, pack, permute
+from extensions import preparation
 from extensions.report.console import times_read
 from parallel.ranks import collective
 from run.extensions import Extension
@@ -59,7 +38,7 @@ from tokenizer import SUPPRESSED
 REPORT_SECONDS = 30.0
 
 
-class AheadRows(SourceRows):
+class AheadRows(dataloaders.SourceRows):
     """Rows of a set of which shards may still be prepared, and their order, in place of a `Mixing`.
 
     Shards are opened when they are needed. The training loop and the loader's thread both use it.
@@ -93,13 +72,14 @@ class AheadRows(SourceRows):
     def look(self) -> None:
         """Learn of new shards."""
         with self.lock:
-            if prepared := look(self.folder):  # otherwise a preparation failed, whose shards are still there
+            # Otherwise a preparation failed, whose shards are still there.
+            if prepared := preparation.look(self.folder):
                 self.prepared = prepared
                 self.count([*accumulate(entry.tokens for entry in self.entries)])
 
     def count(self, token_ends: list[int]) -> None:
         """Set the number of rows up to the end of each finished shard, and the hash of its content."""
-        self.ends = [rows_in(tokens, self.row_tokens) for tokens in token_ends]
+        self.ends = [preparation.rows_in(tokens, self.row_tokens) for tokens in token_ends]
         self.hashes = [entry.sha256 for entry in self.entries]
 
     def rows_of(self, token_set: shards.TokenSet) -> TokenRows | Rows:
@@ -173,9 +153,9 @@ class AheadChats(AheadRows):
         if new := token_ends[len(self.parts):]:
             known = sum(len(part.segments) for part in self.parts)
             start = int(self.parts[-1].starts[-1]) if self.parts else 0
-            segments = segments_of(self.prepared, "train")
+            segments = preparation.segments_of(self.prepared, "train")
             check_finished(segments, self.config, self.verify)
-            examples = examples_in(self.prepared, "train", segments, known, start)
+            examples = preparation.examples_in(self.prepared, "train", segments, known, start)
             first = 0
             for last in np.searchsorted(examples.starts[1:], new, side="right").tolist():
                 self.add(examples.part(first, last))
@@ -186,7 +166,7 @@ class AheadChats(AheadRows):
 
     def add(self, part: ExampleSet) -> None:
         """Count the rows of the chats that end in the next shard."""
-        slots = slots_of(part, self.row_tokens)
+        slots = preparation.slots_of(part, self.row_tokens)
         self.parts.append(part)
         self.counts.append(len(pack(slots[slots > 0], self.row_tokens)))
         self.digests.append(hashlib.sha256(part.segments.tobytes()).hexdigest())
@@ -213,9 +193,9 @@ def folder_of(config: Config, tokenizer) -> Path:
     folder = shards.prepared_folder(path) or path
     if not folder.exists():
         raise DataError(f"{KINDS[kind_of(config)][0]}={path} does not exist; correct it")
-    if prepared := look(folder):
+    if prepared := preparation.look(folder):
         shards.check_manifest(folder, prepared.manifest, tokenizer, kind_of(config))
-    if needed := lacking(folder, config):
+    if needed := preparation.lacking(folder, config):
         raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
                         "prepares it")
     return folder
@@ -239,18 +219,18 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     if split == "train":
         rows = (AheadRows if is_text else AheadChats)(config, tokenizer, verify)
         return Rows((rows,), rows, rows.fingerprint)
-    prepared, row_tokens = look(folder_of(config, tokenizer)), config.max_seq_len
+    prepared, row_tokens = preparation.look(folder_of(config, tokenizer)), config.max_seq_len
     wanted = config.validation_rows * row_tokens
     if is_text:
         most, marks = wanted + 1, b""  # with the last target
     else:
-        segments = segments_of(prepared, split)
+        segments = preparation.segments_of(prepared, split)
         check_finished(segments, config, verify)
-        examples = examples_in(prepared, split, segments)
-        filled = np.cumsum(slots_of(examples, row_tokens))
+        examples = preparation.examples_in(prepared, split, segments)
+        filled = np.cumsum(preparation.slots_of(examples, row_tokens))
         examples = examples.part(0, int(np.searchsorted(filled, wanted)) + 1)
         most, marks = int(examples.starts[-1]), examples.segments.tobytes()
-    tokens = tokens_of(prepared.manifest, shards_of(prepared, split, most=most), tokenizer)
+    tokens = tokens_of(prepared.manifest, preparation.shards_of(prepared, split, most=most), tokenizer)
     check_finished(tokens, config, verify)
     read = tokens.read(0, min(most, tokens.tokens)).tobytes()
     tokens = replace(tokens, fingerprint=hashlib.sha256(read + marks).hexdigest())
@@ -327,7 +307,7 @@ class PrepareAhead(Extension):
 
     def report(self, run: Run) -> None:
         """Log the end of the preparation, and what it left out."""
-        failure = why_ended(self.rows.folder)
+        failure = preparation.why_ended(self.rows.folder)
         self.rows.look()
         self.was_reported = bool(failure) or self.rows.is_complete
         if failure:
@@ -345,7 +325,8 @@ class PrepareAhead(Extension):
         ranks, says_at = run.ranks, 0.0
 
         def state() -> tuple[int, bool, str, list[str]]:
-            failure = "" if ranks.local_rank else why_ended(self.rows.folder)  # before the last look
+            # Before the last look
+            failure = "" if ranks.local_rank else preparation.why_ended(self.rows.folder)
             self.rows.look()
             self.compare()
             hashes = [each[:16] for each in self.rows.hashes]
@@ -373,7 +354,7 @@ class PrepareAhead(Extension):
                 shards_there = counted(len(self.rows.entries), "shard")
                 run.log.info(f"Waiting for data: step {run.progress.step + 1} needs more than "
                              f"{self.rows.prepared.tokens:,} tokens in {shards_there}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(preparation.POLL_SECONDS)
 
 
 def on_all_ranks(error: DataError | CheckpointError) -> DataError | CheckpointError:
@@ -382,5 +363,5 @@ def on_all_ranks(error: DataError | CheckpointError) -> DataError | CheckpointEr
     return error
 
 
-OPENERS["growing"] = open_rows
+dataloaders.OPENERS["growing"] = open_rows
 EXTENSION = PrepareAhead

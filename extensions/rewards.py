@@ -32,9 +32,12 @@ BEGINS_THOUGHTS = re.compile(r"<think(?:ing)?>|\[THINK\]")
 ENDS_THOUGHTS = re.compile(r"</think(?:ing)?>|\[/THINK\]")
 # How text, Markdown and LaTeX write numbers, and what replaces it, in this order.
 NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in (
+    (r"[\uff01-\uff5e\uffe0-\uffe6]+", lambda found: unicodedata.normalize("NFKC", found[0])),  # wide forms
+    ("\u066b", "."), ("\u066c", ","), ("\u066a", "%"),  # Arabic
+    (r"(?<=[^\W\d_A-\u03ff])(?=[-\u2212]?\d)", " "),  # after letters other than Latin and Greek ones
     (r"[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}"), ("\u2044", "/"),
-    (r"[\u2012\u2013\u2212\ufe63\uff0d]", "-"), (r"\{,\}|,\\!", ","),
+    (r"[\u2012\u2013\u2212\ufe63]", "-"), (r"\{,\}|,\\!", ","),
     (r"(?<=\d)['’_](?=\d{3}(?!\d))", ","),
     (r"\\[,;: ()\[\]]|[~\u00a0\u2009\u202f]", " "), (r"\\([%{}])", r"\1"),
     (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!|\\?[$€£¥]", ""),
@@ -42,7 +45,7 @@ NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in
     (r"\\(?:text|math|mbox|operatorname)[a-z]*\s*\{([^{}]*)\}", r" \1 "),
     (r"\\(?:approx|equiv|implies|[Rr]ightarrow|to|therefore|q?quad)(?![A-Za-z])|≈", "="),
     (r"([A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)", r"\1")))  # the exponent of a unit
-DIGITS = (r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+DIGITS = (r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\.?\d)"
           r"(?:[eE][-+]?\d{1,3}(?!\w))?")
 AMOUNT = rf"(?:-\s*)?(?:«-?\d+;\d+»|{DIGITS})"  # « » enclose what was computed
 ARGUMENT = rf"(?:\{{\s*({AMOUNT})\s*\}}|(\d))"  # of a LaTeX command
@@ -53,14 +56,16 @@ COMPUTED = tuple((re.compile(pattern), is_power) for pattern, is_power in (
     (rf"(?:(?<![\w.,])(\d+)\s*)?\\[dtc]?frac\s*{ARGUMENT}\s*{ARGUMENT}", False),
     (r"(?<![\w.,/])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.,]*/)(?!\w)", False),
     (rf"(?<![\w.,/])({DIGITS})\s*/\s*({DIGITS})(?![\d.]*\s*/)", False)))
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "萬": 4,
+          "亿": 8, "億": 8, "천": 3, "만": 4, "억": 8}
 TERM = re.compile(
     rf"(?<![\w\\.])(?P<sign>-\s*)?(?P<amount>«-?\d+;\d+»|{DIGITS})(?P<percent>\s*(?:%|per ?cent\b))?"
-    rf"(?:\s+(?P<scale>{'|'.join(SCALES)})\b)?|\\[A-Za-z]+|[√π∞±]|\b(?:sqrt|pi)\b"  # the rest is not rational
+    rf"(?:\s*(?P<scale>{'|'.join(SCALES)})(?![A-Za-z克米瓦]))?"  # 千克 is a kilogram
+    r"|(?<![\w.])\d[\d,]*(?:\.\d+){2,}|\\[A-Za-z]+|[√π∞±]|\b(?:sqrt|pi)\b"  # the rest is not rational
     rf"|[(\[{{]\s*{AMOUNT}(?:\s*,(?!\d{{3}}\b)\s*{AMOUNT})+\s*[)\]}}]")
 JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the terms of an expression
 NO_NUMBER = re.compile(r"[<>≤≥≠|]|(?<!\\)!|\d\s*_\{?\d")  # also a factorial, |x|, and another base than 10
-UNITS = frozenset("mgshlLJNWVACF")  # other single letters after a number are variables
+UNITS = "mgshlLJNWVACF"  # other single letters, Latin or Greek, are variables after a number
 
 
 def final_answer(text: str, prompt: str = "") -> str:
@@ -208,10 +213,11 @@ def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
         for pattern, is_power in COMPUTED:
             text = pattern.sub(partial(computed, is_power=is_power), text)
     values: list[Fraction | None] = []
-    is_equal, end, was_number = [], 0, True
+    is_equal, end, was_number, scale = [], 0, True, None
     for term in TERM.finditer(text):
         gap, value = text[end:term.start()], value_of(term, text)
         is_touching = not (was_number and term["amount"]) and not gap.strip(" {}()[]*+/^_-")
+        is_touching |= bool(scale) and not gap.strip(" ")  # 2 million 500 thousand
         if values and (is_touching or JOINED.fullmatch(gap)):
             values[-1] = None
             was_number &= bool(term["amount"])
@@ -219,7 +225,7 @@ def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
             is_equal += [gap.strip() == "="] if values else []
             values.append(value)
             was_number = bool(term["amount"])
-        end = term.end()
+        end, scale = term.end(), term["scale"]
     return values, is_equal
 
 
@@ -240,7 +246,7 @@ def computed(found: re.Match, is_power: bool) -> str:
 def value_of(term: re.Match, text: str) -> Fraction | None:
     """Return the value of a number of a text with its sign; None for other terms, such as 2x."""
     before, rest = text[:term.start()], text[term.end():]
-    if term["amount"] is None or rest[:1].isalpha() and not rest[1:2].isalpha() and rest[0] not in UNITS:
+    if term["amount"] is None or re.match(rf"(?![{UNITS}])[A-\u03ff](?<![\W_])(?![^\W\d_])", rest):
         return None
     try:
         value = rational(term["amount"])

@@ -140,6 +140,7 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     *(({**GOOD, **change, "EVAL_TASKS": 1}, word) for change, word in (
         ({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
         ({"endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1"), ({"endings": ["a", ""]}, "ending 1 is empty"))),
+    ({**{name: GOOD[name] for name in ("ctx", "endings")}, "gold": 1, "EVAL_TASKS": 1}, "has no 'label'; it has 'ctx', 'endings', 'gold'"),
     *(({**ARC[0], **change, "EVAL_TASKS": 1}, word) for change, word in (
         ({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
         ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),

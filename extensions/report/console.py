@@ -4,16 +4,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 import lora
 import model_utils
 from checkpoint import store
+from common.activity import tick
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
@@ -99,19 +101,38 @@ def describe_batch(config: Config) -> str:
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
     """Return the training data and how often the run reads it, with a line for each source of a mixture.
 
-    Further lines name what was set for the preparation of data that is prepared already.
+    Further lines name what was set for the preparation of data that is prepared already, and how many
+    examples of someone's own validation set are trained on, too.
     """
-    asked, unused = config.validation_fraction, []
+    asked, notes = config.validation_fraction, []
     for folder in {rows.token_set.folder: None for rows in inputs.rows.sources} if asked is not None else ():
         used = read_own_json(folder / MANIFEST).get("settings", {}).get("validation_fraction", asked)
         if used != asked:
-            unused.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
-                          f"{'its default' if used is None else f'{used:g}'}; prepare it again")
+            notes.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
+                         f"{'its default' if used is None else f'{used:g}'}; prepare it again")
+    if config.validation_data_path and inputs.validation_rows:
+        held_out = [*openings(inputs.validation_rows)]
+        known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
+        if count := sum(opening in known for opening in held_out):
+            notes.append(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
+                         f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
+                         "on, so their loss says less about others; leave them out of one of both sets")
     if table := inputs.sources(config):
         lines = describe_sources(inputs.rows.mixture, table)
-        return [inputs.description, *(f"  {line}" for line in lines), *unused]
+        return [inputs.description, *(f"  {line}" for line in lines), *notes]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
-    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole, *unused]
+    return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole, *notes]
+
+
+def openings(rows: Rows, lengths: Optional[set[int]] = None) -> Iterator[bytes]:
+    """Yield the tokens of each example before its first target, if they have one of these lengths."""
+    for examples in (source.example_set for source in rows.sources if source and source.example_set):
+        sizes = examples.first_targets * examples.tokens.shards[0].ids_dtype.itemsize
+        chosen = np.isin(sizes, [*lengths]) if lengths is not None else sizes > 0
+        for number in np.flatnonzero(chosen).tolist():
+            tick()
+            start, count = examples.starts[number], examples.first_targets[number]
+            yield examples.tokens.read(int(start), int(count)).tobytes()
 
 
 def times_read(config: Config, rows: Rows) -> str:

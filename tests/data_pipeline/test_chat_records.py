@@ -69,6 +69,8 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
     ({"messages": [ASK, ASK, SAY]}, "message 2 is the user's, expected the assistant's"),
     ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\] has no 'content'; it has 'role'"),
     ({"messages": [ASK, {**SAY, "content": "a\0"}]}, "contains a NUL at character 2"),
+    ({"messages": [ASK, {**SAY, "content": "\u200b\ufeff"}]}, r"messages\[1\].content is empty"),
+    ({"messages": [ASK, SAY], "chat_template_kwargs": {"date_string": ["\ud800"]}}, "date_string contains a lone surrogate at character 1"),
     ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}]}, "calls a tool"),
     ({"messages": [{**ASK, "content": [{"type": "text", "text": "Why?"}, {"type": "image_url", "image_url": {}}]}, SAY]},
      r"messages\[0\].content\[1\] is not text, its type is 'image_url'; only text is supported"),
@@ -130,7 +132,7 @@ def test_every_shape_of_an_unpaired_answer_is_a_prompt_an_answer_and_a_label(tmp
 
 
 @pytest.mark.parametrize("count, prompt_of", [(30, lambda number: number // 3), (32, lambda number: number % 2)], ids=["groups", "alternating"])
-def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(count, prompt_of, prepared, tmp_path):
+def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(count, prompt_of, prepared, tmp_path, monkeypatch):
     records = [{"prompt": f"ask {prompt_of(number)}", "completion": f"say {number}", "label": number % 4 > 0} for number in range(count)]
     options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.0, workers=1)
     folder = prepare_set("pairs", write_jsonl(tmp_path / "rated.jsonl", records), tmp_path, options)
@@ -146,6 +148,11 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
         rows.append(int(other.split()[1].split("<")[0]))
         assert prompt_of(rows[-1]) != prompt_of(number)
     assert sorted(rows) == list(range(count)), "each answer is beside one other prompt"
+    # However the source is cut into chunks, none has one record.
+    monkeypatch.setattr("data_pipeline.prepare.CHUNK_CHARACTERS", 1)
+    for number in (2, 3, count - 1):
+        folder = prepare_set("pairs", write_jsonl(tmp_path / f"{number}.jsonl", records[:number]), tmp_path, options)
+        assert len(open_example_set(folder, "train", "pairs", TokenizerInfo(512))) == number
     alone = write_jsonl(tmp_path / "alone.jsonl", records[:1])
     with pytest.raises(DataError, match="no record near it has another prompt"):
         prepare_set("pairs", alone, tmp_path, options)
@@ -153,6 +160,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
 
 @pytest.mark.parametrize("record, reason", [
     ({"prompt": "Why?", "completion": SO, "label": "bad"}, "has the label 'bad', expected true or false"),
+    *(({"messages": messages, "label": True}, reason) for messages, reason in (([], "has no messages"), ([ASK], "has no assistant turn"))),
     ({"prompt": "Why?", "chosen": SO, "rejected": SO + " "}, "chosen and rejected are equal"),
     ({"prompt": "Why?", "chosen": SO, "rejected": "\ud800"}, "rejected contains a lone surrogate"),
     ({"prompt": [ASK], "chosen": [ASK], "rejected": [SAY]}, "must end in an assistant's message"),
@@ -235,6 +243,17 @@ def test_every_field_is_used_or_counted_by_name(tmp_path, kind, record, messages
     assert example.messages == messages and reading.dropped == dict.fromkeys(dropped, 1)
     if kind == "prompts":
         assert json.loads(example.record) == record
+
+
+@pytest.mark.parametrize("name, change", [
+    ("tool_calls", lambda text: [ASK, {**SAY, "tool_calls": [{"name": "f", "arguments": {"x": [text]}}]}]),
+    ("reasoning_content", lambda text: [ASK, {**SAY, "reasoning": text}]), ("name", lambda text: [{**ASK, "name": text}, SAY])])
+def test_a_text_that_is_not_valid_is_refused_in_every_field(tmp_path, name, change):
+    fields = ("tool_calls", "reasoning_content", "name", "tools")
+    for text, flaw in (("a\0", "a NUL at character 2"), ("ab\ud83d", "a lone surrogate at character 3")):
+        for record in ({"messages": change(text)}, {"messages": [ASK, SAY], "tools": [{"name": text}]}):
+            with pytest.raises(DataError, match=f"x.jsonl:1: {'tools' if 'tools' in record else name} contains {flaw}"):
+                [*read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [record])), Reading(), fields)]
 
 
 @pytest.mark.parametrize("turn", [

@@ -106,3 +106,6 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     # The key counts the filter, and the content of the items, not their name.
     (tmp_path / "items.jsonl").rename(tmp_path / "renamed.jsonl")
     assert run("calm", decontaminate=str(tmp_path / "renamed.jsonl")) == calm != run("calm")
+    write_jsonl(tmp_path / "renamed.jsonl", [{"ctx": contexts[0], "endings": ["a", "b", "c", "d"]}])
+    changed = json.loads((run("calm", decontaminate=str(tmp_path / "renamed.jsonl")) / MANIFEST).read_text())
+    assert changed["removed"]["overlaps"]["count"] == 6, "the same process reads them again"

@@ -125,7 +125,7 @@ def grow_when_waited_for(monkeypatch, whole, folder, first):
             publish(whole, folder, published[-1])
 
     patch_sleep(monkeypatch, sleep)
-    monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
+    monkeypatch.setattr("extensions.preparation.why_ended", lambda folder: "")
     return published
 
 

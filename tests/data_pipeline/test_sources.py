@@ -87,6 +87,29 @@ def test_bom_crlf_blank_lines_long_lines_and_odd_unicode_are_read(tmp_path):
     assert found == texts and reading.empty == 2
 
 
+def test_lines_that_end_in_cr_alone_are_lines_however_long_the_first_one_is(tmp_path):
+    """The first line is longer than what is read at once. CR within lines is text, also where a preparation goes on with the last line."""
+    lines, path = ["x" * (2 * sources.START_BYTES), "two", "three"], tmp_path / "x.txt"
+    for end in ("", "\r"):
+        path.write_text("\r".join(lines) + end, newline="")
+        assert [text.strip() for text in texts_of(path, documents="line")[0]] == lines
+        (tmp_path / "x.txt.gz").write_bytes(gzip.compress(path.read_bytes()))
+        assert [text.strip() for text in texts_of(tmp_path / "x.txt.gz", documents="line")[0]] == lines
+    path.write_text("one\nt\rw\ro", newline="")
+    for start, expected in ((sources.Position(), ["one\n", "t\rw\ro"]), (sources.Position(record=1, offset=4), ["t\rw\ro"])):
+        assert [record[""] for _, record in rows_of(path, start=start)[0]] == expected
+    path.write_text("one\rtwo\rthree", newline="")
+    assert [record[""] for _, record in rows_of(path, start=sources.Position(record=1, offset=4))[0]] == ["two\n", "three"]
+
+
+def test_a_packed_file_that_needs_much_memory_is_refused_with_a_way_that_works(tmp_path):
+    path, window = tmp_path / "x.jsonl.zst", zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=window).compressobj()
+    path.write_bytes(packer.compress(jsonl("one").encode()) + packer.flush())
+    with pytest.raises(DataError, match=f"too much memory for decoding; unpack it with: zstd -d --long=31 {path}"):
+        texts_of(path)
+
+
 def rows_of(path, skip_bad=False, start=sources.Position()):
     reading = Reading(skip_bad=skip_bad, start=start)
     return [*read_records(Source(path=str(path), split="", column=""), reading)], reading

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from factories import checkpoint_without_weights, joined_ranks, without_clocks, write_jsonl
 
+from common.errors import SettingsError
 from data_pipeline.templates import load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_rows
@@ -16,6 +17,7 @@ from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
+from extensions.report.console import describe_data
 from extensions.report.items import read_item_scores, unpacked_bits
 from parallel.ranks import RunContext, StopSignals
 from plan.layers import read_flags
@@ -194,6 +196,24 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(scores, s
     assert without_clocks(divided.metrics()) == without_clocks(alone.metrics())
 
 
+def test_examples_of_one_s_own_validation_set_that_are_trained_on_too_are_counted(stages, tmp_path):
+    """By their prompts, whatever is answered; three are in both sets."""
+    options, records = PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1), [
+        {"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": f"So {number}."}]} for number in range(60)]
+    train, own = (prepare_set("chats", write_jsonl(tmp_path / f"{name}.jsonl", each), tmp_path / name, options) for name, each in (
+        ("train", [{"messages": [{**message, "content": message["content"].replace("So", "No")} for message in record["messages"]]} for record in records[:30]]),
+        ("own", records[27:])))
+    config = make_plan(stages.run("sft", tmp_path, SFT_DATA_PATH=train, VALIDATION_DATA_PATH=own).argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    inputs = SimpleNamespace(rows=open_rows(config, "train", tokenizer, "never"), validation_rows=open_rows(config, "validation", tokenizer, "never"),
+                             description="", sources=lambda config: [])
+    sentence = f"VALIDATION_DATA_PATH={own}: 3 of 33 examples have the prompt of one that the run trains on"
+    _, *notes = describe_data(config, inputs)
+    assert [note.partition(", so")[0] for note in notes] == [sentence]
+    inputs.rows = open_rows(config.model_copy(update={"sft_data_path": str(stages.chats)}), "train", tokenizer, "never")
+    assert len(describe_data(config, inputs)) == 1
+
+
 def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_it(stages, tmp_path):
     records = [{"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": "So."}]} for number in range(9)]
     own = prepare_set("chats", write_jsonl(tmp_path / "own.jsonl", records), tmp_path / "own", PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1))
@@ -205,4 +225,6 @@ def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_i
     checkpoint = checkpoint_without_weights(tmp_path / "run", 1, **{name.upper(): value for name, value in config.model_dump(include={
         "training_stage", "sft_data_path", "validation_data_path", "tokenizer_path", "pretrain_checkpoint"}).items()})
     recorded, replaced = (settings_for(checkpoint, read_flags([]), data) for data in (None, str(stages.chats)))
+    with pytest.raises(SettingsError, match=r"own.jsonl is not prepared; run .* with text, chats or pairs"):
+        settings_for(checkpoint, read_flags([]), str(tmp_path / "own.jsonl"))
     assert (recorded.validation_data_path, replaced.validation_data_path, replaced.sft_data_path) == (str(own), *2 * (str(stages.chats),))

@@ -1,5 +1,6 @@
 """GRPO compared with TRL, the invariants of its loss and advantages, and the built-in rewards."""
 
+import json
 import math
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from extensions.online import (
     STD_EPSILON,
     Answer,
     OnPolicyDistillation,
+    Rewards,
     Rollouts,
     advantages,
     validation_reward,
@@ -197,8 +199,10 @@ VALUES = {  # what answers are worth, by their text; None: it is not understood
     "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
     "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "<answer>5</answer> No: <answer>7</answer>": 7, r"\boxed{5}? No: \boxed{7}": 7, "5 million": 5000000, "2 hundred": 200, "3 thousand": 3000, "1.5 billion": 1500000000, "2 trillion": 2 * 10**12,
     "It costs 5 (10 before).": 10, "total 5\n* 6 pears": 6, "１２": 12,
+    "答案是72": 72, "答案是-72。": -72, "共3人，每人24元，总共72元": 72, "72个": 72, "3千克": 3, "¥3,500万": 35000000, "72개": 72, "72г": 72, "答案：１，２３４": 1234, "７２％": "18/25",
+    "\u0663\u066b\u0665": "7/2", "\u0661\u066c\u0662\u0663\u0664": 1234, "\u0667\u0662\u066a": "18/25", "From 192.168.0.1: 7": 7,
     "It costs 1'000.50 francs": "2001/2", "x = 1_000": 1000, "The answer is 5!": 5, r"\boxed{x_1 = 5}": 5,
-    **dict.fromkeys(["none", "1,5", "(1, 2)", r"2\pi", r"\boxed{\sqrt{2}}", r"\boxed{\{1, 2\}}", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{a}{2}}", "2x", "3 + 4i",
+    **dict.fromkeys(["none", "1,5", "1.000.000", "-1.2.3", "5/10.5.1", "2 million 500 thousand", "3万5千", "(1, 2)", r"2\pi", r"\boxed{\sqrt{2}}", r"\boxed{\{1, 2\}}", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{a}{2}}", "2x", "3 + 4i",
                      r"\boxed{2x+3}", "2 + 3", "1/0", "3/4/5", "3:30", r"\boxed{5-10}", r"\boxed{5 \text{ or } 6}", r"\boxed{\pm 5}", r"\boxed{x > 5}", r"\boxed{0.\overline{3}}",
                      r"\boxed{10!}", r"\boxed{|-5|}", r"\boxed{101_2}", r"\boxed{5_{8}}", "x != 5\n#### != 5", r"\boxed{\frac{1}{2}, \frac{1}{3}}", r"\boxed{", r"\boxed{7", "10^99999999", "9" * 5000])}
 
@@ -250,6 +254,12 @@ def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words
     with pytest.raises((TypeError, AttributeError), match=words):
         load(name)
     assert load("math") and load("operator:setitem"), "three arguments"
+
+
+@pytest.mark.parametrize("name, is_said", [("exact", True), ("contains", True), ("math", False)])
+def test_a_reward_that_compares_whole_answers_says_so_where_they_mark_a_number(name, is_said):
+    notes = Rewards(f"REWARD={name}", [(name, 1.0)]).check([("1+2?", json.dumps({"answer": "1+2=3\n#### 3"}))], "")
+    assert notes == [f"REWARD={name} compares the whole of answers such as '1+2=3\\n#### 3'; REWARD=math compares the number after ####"] * is_said
 
 
 def test_unparsed_answers_are_counted_and_reported_once():
