@@ -45,15 +45,18 @@ OTHER_WAYS |= dict.fromkeys(VALIDATION, "VALIDATION_DATA_PATH names the validati
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
 LENGTHS = {"max_steps", "epochs"}
 UNLIMITED = _TABLES["unlimited_if_null"].split()  # null is no limit there, and 0 none here
-SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
+MAY_REPEAT = _TABLES["may_repeat"].split()  # beside another name of the setting with the same value
+SHARES = ("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")  # unlike WARMUP_STEPS, never steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
            if name in ("save_every", "validate_every", "log_every")}
 # By trainer: its names, also those that are ours; the ones of its schedule; and its defaults, for all stages,
-# for one, and for adapters. `shown` and `note` are only printed.
+# for one or an objective, and for adapters. `shown` and `note` are only printed; a note, unless a name of
+# `unless` is given.
 TRAINERS: dict[str, dict[str, str]] = {}
 for _name, _entry in _TABLES["trainers"].items():
     _base = TRAINERS.get(_entry.pop("like", ""), {})
-    TRAINERS[_name] = _base | {key: f"{text} {_base.get(key, '')}" for key, text in _entry.items()}
+    TRAINERS[_name] = _base | {key: text if key == "shown" else f"{text} {_base.get(key, '')}"
+                               for key, text in _entry.items()}
 NAMES = {word for trainer in TRAINERS.values() for word in trainer["names"].split()}
 FIXED = {pair: setting for pairs, setting in _TABLES["fixed"].items() for pair in pairs.split()}
 ENOUGH = 3  # names that make a trainer of a file certain
@@ -189,7 +192,7 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
         if name in ("data_path", "validation_data"):  # of several names, an explicit one of ours counts
             layer.values[name] = (value, where)
             continue
-        is_implied = number > 0 or form == "lr_decay_iters"  # which may also be given
+        is_implied = number > 0 or form in MAY_REPEAT
         layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied)
         layer.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
     return settings is not None
@@ -328,11 +331,16 @@ def imply_defaults(layer, layers: Sequence) -> None:
     if not is_whole:
         owners = has_schedule or [name for name in counts if counts[name] == max(counts.values())][:3]
     given = {name: pair for each in layers for name, pair in each.values.items()}
+    if isinstance(given.get("dpo_beta", ("",))[0], tuple):  # or that of another objective
+        given |= dict.fromkeys(("simpo_beta", "orpo_lambda", "grpo_beta"), given["dpo_beta"])
     defaults = [defaults_of(owner, given) for owner in owners]
     where, applied, others = next(iter(layer.named.values()))[1], [], []
+    notes = [trainer["note"].strip() for trainer in map(TRAINERS.get, owners) if "note" in trainer
+             and {*trainer.get("unless", "").split()}.isdisjoint((*given, *layer.named))]
     for name in dict.fromkeys(name for each in defaults for name in each):
         values = [*dict.fromkeys(each.get(name, "") for each in defaults)]
-        if name in given or name in LENGTHS and LENGTHS & given.keys():
+        is_of_start = name == "n_kv_heads" and "n_heads" not in given
+        if name in given or is_of_start or name in LENGTHS and LENGTHS & given.keys():
             continue
         may_be_set = len(values) == 1 and (is_whole or has_schedule and name in SCHEDULE)
         if settings := resolved(name, values[0], given) if may_be_set else {}:
@@ -342,7 +350,7 @@ def imply_defaults(layer, layers: Sequence) -> None:
             layer.implied |= pairs.keys()
         elif values != [str(Config.model_fields[name].default)]:
             others.append(f"{name.upper()}={' or '.join(filter(None, values))}")
-    others += [TRAINERS[owner]["note"].strip() for owner in owners if "note" in TRAINERS[owner]]
+    others += notes
     shown = f"{' or '.join(owners)} ({shortened(', '.join(sorted(theirs)))})"
     if applied:
         layer.notes[f"{where} set"] = f"Defaults of {shown} that apply: {', '.join(applied)}"
@@ -360,7 +368,8 @@ def defaults_of(owner: str, given: Mapping[str, tuple]) -> dict[str, str]:
     config = settings_in(given)
     is_lora = config.lora_enabled or ("LORA_ENABLED=true" in TRAINERS[owner]["all"]
                                       and config.named_checkpoint and "lora_enabled" not in given)
-    keys = ("all", config.training_stage, "lora" if is_lora else "", "shown")
+    objective = config.preference_objective if config.training_stage == "dpo" else ""
+    keys = ("all", config.training_stage, objective, "lora" if is_lora else "", "shown")
     pairs = (pair.partition("=") for key in keys for pair in TRAINERS[owner].get(key, "").split())
     return {name.lower(): value for name, _, value in pairs if name.lower() in Config.model_fields}
 
@@ -373,7 +382,7 @@ def resolved(name: str, value: str, given: Mapping[str, tuple]) -> dict[str, str
     is_idle = {"micro_batch_size": "max_seq_len" not in given or not isinstance(total, tuple),
                "lora_enabled": not config.named_checkpoint, "decay_fraction": config.lr_schedule != "wsd",
                "min_learning_rate": config.lr_schedule == "constant"}
-    if is_idle.get(name, name in ("keep_last", "depth")) or needed - {*given, "world_size"}:
+    if is_idle.get(name, name in ("keep_last", "depth", "precision")) or needed - {*given, "world_size"}:
         return {}
     value = product(factors, config) if needed else value
     if name == "min_learning_rate" and float(value) >= config.learning_rate:

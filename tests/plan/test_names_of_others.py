@@ -1,5 +1,6 @@
 """Exact names of other trainers are used where their value carries over, and refused with a sentence where not."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from factories import checkpoint_without_weights
 
-from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
+from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, defaults_of, translate
 from learn.optim import learning_rate
 from plan.make import peek
 from plan.names import ALIASES, OTHER_WAYS, validate
@@ -48,6 +49,9 @@ HF, RATE = {"max_steps": 40, "warmup_steps": 8, "learning_rate": 1e-3}, {"learni
 NANOGPT = {**RATE, "max_iters": 40, "block_size": 64, "batch_size": 4}
 LITGPT = {"max_steps": 40, "lr_warmup_steps": 8, "micro_batch_size": 4, "global_batch_size": 8, "max_seq_length": 64,
           "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}}
+MEGATRON = {"lr": 1e-3, "train_iters": 40, "seq_length": 64, "max_position_embeddings": 64, "lr_warmup_fraction": 0.1, "micro_batch_size": 4,
+            "num_attention_heads": 8, "hidden_size": 64}
+SIMPO = {"stage": "dpo", "pref_loss": "simpo", "model_name_or_path": "base", "cutoff_len": 64, "max_steps": 9}
 USED = [  # a file's content, and the settings that it sets
     ({"num_train_epochs": 2}, {"epochs": 2}), ({"use_amp": False}, {"precision": "fp32"}),
     ({"resume_from_checkpoint": "a/b"}, {"resume": "a/b"}), ({"resume_from_checkpoint": "latest"}, {"resume": "auto"}),
@@ -77,13 +81,17 @@ USED = [  # a file's content, and the settings that it sets
     ({"max_steps": 9, "cutoff_len": 64, "model_name_or_path": "base"},
      {"lora_enabled": True, "lora_rank": 8, "lora_alpha": 16, "learning_rate": 5e-5}),
     ({"max_steps": 9, "cutoff_len": 64, "model_name_or_path": "base", "finetuning_type": "full"}, {"lora_enabled": False}),
+    (NANOGPT | {"n_head": 12, "n_embd": 96}, {"n_kv_heads": 12}),  # as many key/value heads
+    (MEGATRON, {"total_batch_size": 4 * 64, "warmup_steps": 0.1, "n_kv_heads": 8}),
+    (SIMPO, {"simpo_beta": 0.1, "simpo_gamma": 0.5}), (SIMPO | {"pref_beta": 2}, {"simpo_beta": 2, "simpo_gamma": 0.5}),
+    ({"torch_dtype": "bfloat16", "bf16": True}, {"precision": "bf16"}), ({"bf16": True, "dtype": "bfloat16"}, {"precision": "bf16"}),
     (NANOGPT, {"total_batch_size": 40 * 4 * 64}), ({**RATE, "max_steps": 9, "sequence_len": 64}, {"total_batch_size": 64, "micro_batch_size": 1})]
 
 
 @pytest.mark.parametrize("content, settings", USED, ids=str)
 def test_names_and_values_have_the_meaning_that_they_have_there(content, settings):
     checkpoint_without_weights(Path("a/b"), 3)
-    config = load("--tokenizer-path", "x", config=content).config
+    config = load("--tokenizer-path", "x", config=content, environ={"DPO_DATA_PATH": "x"}).config
     assert {name: getattr(config, name) for name in settings} == settings
 
 
@@ -247,7 +255,8 @@ def test_a_curve_is_the_other_trainers(file, theirs):
 @pytest.mark.parametrize("file, words", [
     ({"num_train_epochs": 2}, "LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, WARMUP_STEPS=0, WEIGHT_DECAY=0, ADAM_BETA2=0.999"),
     ({"local_batch_size": 8}, "WARMUP_STEPS=200"),
-    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), ({"lr_scheduler_type": "warmup_stable_decay"}, "decays along a cosine in transformers, and in a line here"),
+    ({"max_iters": 40}, "MIN_LEARNING_RATE=6e-5"), (NANOGPT, "ends at lr_decay_iters=600000"), ({"num_train_epochs": 2}, "PRECISION=fp32"),
+    ({**RATE, "max_steps": 9000, "sequence_len": 64}, "a warm-up of at most 100 steps"), ({"lr_scheduler_type": "warmup_stable_decay"}, "decays along a cosine in transformers, and in a line here"),
     ({"lr_scheduler_type": "cosine"}, "that apply: MIN_LEARNING_RATE=0"), ({"cooldown_fraction": 0.2}, "MIN_LEARNING_RATE=0"), ({"peak_lr": 1e-3}, "MIN_LEARNING_RATE=0"),
     ({"learning_rate": 1e-3, "model_name_or_path": "base", "dataset_name": "x.jsonl", "num_train_epochs": 1, "per_device_train_batch_size": 2, "use_peft": True}, "that apply: MAX_SEQ_LEN=1024, LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, "),
     ({"learning_rate": 1e-3, "base_model": "base", "datasets": [{"path": "x.jsonl"}], "sequence_len": 64, "num_epochs": 1, "adapter": "lora"}, "that apply: LR_SCHEDULE=cosine, MIN_LEARNING_RATE=0, "),
@@ -255,6 +264,26 @@ def test_a_curve_is_the_other_trainers(file, theirs):
     ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs sets nothing beside max_steps"), ({"save_steps": 5, "save_strategy": "no"}, "save_strategy=no sets SAVE_EVERY=0")])
 def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
     assert any(words in note for note in load(config=file).notes), load(config=file).notes
+
+
+def test_a_note_on_a_name_that_is_given_is_not_printed():
+    files = NANOGPT | {"lr_decay_iters": 40}, {**RATE, "max_steps": 9000, "sequence_len": 64, "warmup_ratio": 0.1}
+    assert not any("600000" in note or "at most 100" in note for file in files for note in load(config=file).notes)
+
+
+def test_defaults_are_those_of_the_installed_libraries():
+    trl = pytest.importorskip("trl", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    theirs = {"LEARNING_RATE": "learning_rate", "WEIGHT_DECAY": "weight_decay", "WARMUP_STEPS": "warmup_steps", "ADAM_BETA2": "adam_beta2",
+              "EPOCHS": "num_train_epochs", "MICRO_BATCH_SIZE": "per_device_train_batch_size", "MAX_SEQ_LEN": "max_length",
+              "GRPO_GROUP": "num_generations", "GRPO_MAX_TOKENS": "max_completion_length", "GRPO_BETA": "beta", "GRPO_LOSS": "loss_type"}
+    for stage, kind in {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig}.items():
+        fields = {field.name: field.default for field in dataclasses.fields(kind)}
+        ours = defaults_of("TRL", {"training_stage": (stage, "")})
+        names = [name for name in theirs if name.lower() in ours and theirs[name] in fields]
+        assert len(names) >= 7
+        for name in names:
+            default = fields[theirs[name]]
+            assert ours[name.lower()] == default if isinstance(default, str) else float(ours[name.lower()]) == default, (stage, name)
 
 
 def test_null_is_no_limit_where_the_other_trainer_means_that():
