@@ -254,6 +254,8 @@ def take_names(layer) -> None:
         elif re.search("[1-9]", str(value)):
             layer.problems.append(f"{where}: {form}, our WARMUP_STEPS, is set a second time (first at "
                                   f"{first}); keep one")
+        else:
+            layer.notes["warmup_steps"] = f"{form}={value} sets nothing beside WARMUP_STEPS={steps}"
     for form, (value, where) in layer.named.items():
         if pair := FIXED.get(f"{form}={value}"):
             name, is_set, number = pair.lower().partition("=")

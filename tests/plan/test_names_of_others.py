@@ -261,6 +261,7 @@ def test_a_curve_is_the_other_trainers(file, theirs):
     ({"learning_rate": 1e-3, "model_name_or_path": "base", "dataset_name": "x.jsonl", "num_train_epochs": 1, "per_device_train_batch_size": 2, "use_peft": True}, "that apply: MAX_SEQ_LEN=1024, LR_SCHEDULE=linear, MIN_LEARNING_RATE=0, "),
     ({"learning_rate": 1e-3, "base_model": "base", "datasets": [{"path": "x.jsonl"}], "sequence_len": 64, "num_epochs": 1, "adapter": "lora"}, "that apply: LR_SCHEDULE=cosine, MIN_LEARNING_RATE=0, "),
     ({"use_flash_attn": True}, "ATTENTION_BACKEND: auto"), ({"train_iters": 5}, "ADAM_BETA2=0.999"), ({"save_steps": 5, "num_train_epochs": 1}, "KEEP_LAST=0"),
+    ({"warmup_steps": 3, "warmup_ratio": 0.0}, "warmup_ratio=0.0 sets nothing beside WARMUP_STEPS=3"),
     ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs sets nothing beside max_steps"), ({"save_steps": 5, "save_strategy": "no"}, "save_strategy=no sets SAVE_EVERY=0")])
 def test_defaults_that_a_name_implies_are_set_or_printed(file, words):
     assert any(words in note for note in load(config=file).notes), load(config=file).notes
