@@ -211,8 +211,9 @@ SHAPE_SETTINGS = ("model_type", "dim", "n_layers", "n_heads", "n_kv_heads", "hea
                   "tie_embeddings")  # fixed by the weights
 SCALING_SETTINGS = ("rope_scaling_factor", "rope_scaling_type", "rope_low_freq_factor",
                     "rope_high_freq_factor", "rope_original_max_len")
-MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "no_rope_every", "sliding_window",
-                  "sliding_every", *SCALING_SETTINGS, "init_std")
+FREE_SETTINGS = ("norm_eps", "rope_theta", "no_rope_every", "sliding_window", "sliding_every",
+                 *SCALING_SETTINGS)  # the weights of a model do not show them
+MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, *FREE_SETTINGS, "init_std")
 
 
 class OptimConfig(Section):

@@ -34,8 +34,6 @@ from model_kernels.head import IGNORE_INDEX
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS, POLL_SECONDS = 10, 0.2
 
-# --------------------------------------------------------------------------------------------- order of rows
-
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int, source: int = 0) -> np.ndarray:
     """Map positions through a pseudo-random permutation of [0, n), as int64, without storing it.

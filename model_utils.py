@@ -35,8 +35,6 @@ from tokenizer import BaseTokenizer, load_tokenizer
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# ---------------------------------------------------------------------------- device, dtype, seeds
-
 
 def choose_device(config: RunConfig) -> str:
     """Return "cuda", "mps" or "cpu". A torch for ROCm calls AMD's GPUs cuda too."""

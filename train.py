@@ -26,7 +26,8 @@ if __name__ == "__main__":
     process.open_missing_streams()
     process.exit_with_launcher()
     process.exit_at_signals()
-    text.write_line_by_line()
+    for stream in (sys.stdout, sys.stderr):  # a line is one write, also under `python -u`, as in torchrun
+        stream.reconfigure(line_buffering=True, write_through=False)
     # Before torch's import, which takes seconds: a typo is reported now.
     named = ("PRESET", *(setting for setting, _ in KINDS.values()))
     is_unset = not (sys.argv[1:] or os.path.exists(".env") or any(map(os.environ.get, named)))

@@ -108,7 +108,9 @@ def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
     """Return the number of ids in a model's embedding."""
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2 or not embedding.rows:
-        raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
+        others = "".join(f", but have {name}" for name in tensors if name.endswith("embed_tokens.weight"))
+        raise CheckpointError(f"the weights lack model.embed_tokens.weight{others}; use another checkpoint, "
+                              "or rename all tensors as transformers does")
     return embedding.rows
 
 

@@ -35,7 +35,7 @@ DEFAULTS = {"num_key_value_heads": 32, "head_dim": None, "rms_norm_eps": 1e-6, "
             "tie_word_embeddings": False, "max_position_embeddings": 32_768, "rope_theta": 10_000.0,
             "original_max_position_embeddings": None, "rope_parameters": None, "rope_scaling": None,
             "vocab_size": None, "sliding_window": 4096}
-WINDOWS = {"use_sliding_window": False, "max_window_layers": None, "layer_types": None}
+WINDOWS = {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048, "sliding_window": None},
     "qwen2": WINDOWS, "qwen3": {**WINDOWS, "head_dim": 128},
@@ -183,6 +183,10 @@ def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[st
     if kind == "mistral":
         settings["sliding_window"] = window
     elif kind != "llama" and window and config.get("use_sliding_window"):
+        full = config["max_window_layers"]
+        if config["layer_types"] is None and kind != "smollm3" and type(full) is int:
+            config = {**config, "layer_types": [
+                "full_attention" if layer < full else "sliding_attention" for layer in range(layers)]}
         every = every_nth("layer_types", "sliding_attention", "full_attention")
         settings |= {"sliding_window": window, "sliding_every": every} if every else {}
     return settings
@@ -202,21 +206,22 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if kind not in FAMILIES:
         raise CheckpointError(f"config.json describes a {kind!r} model; the supported types are "
                               f"{', '.join(FAMILIES)}")
-    if missing := [key for key in REQUIRED if config.get(key) is None]:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
     rope = rope_parameters_of(config)
+    scaling = SCALING_FIELDS.get(rope["rope_type"], {})
+    if rope["rope_type"] == "yarn":  # with transformers' defaults
+        rope = {"beta_slow": 1.0, "beta_fast": 32.0, LENGTH["rope_original_max_len"]: context_length(config),
+                **rope}
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing := missing + [f"{key} for RoPE" for key in scaling.values() if key not in rope]:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
     config = {**defaults_of(config), **config}
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
     settings = {name: config[field] for name, field in CONFIG_FIELDS.items()}
     settings |= {"model_type": kind, "rope_theta": rope["rope_theta"], "rope_scaling_factor": None,
                  "head_width": count_in(config, "head_dim")}
-    scaling = SCALING_FIELDS.get(rope["rope_type"], {})
-    if rope["rope_type"] == "yarn":  # with transformers' defaults
-        rope = {"beta_slow": 1.0, "beta_fast": 32.0, LENGTH["rope_original_max_len"]: context_length(config),
-                **rope}
     if scaling:
-        settings |= {name: rope.get(field, "missing") for name, field in scaling.items()}
+        settings |= {name: rope[field] for name, field in scaling.items()}
         settings["rope_scaling_type"] = rope["rope_type"]
     fields = {**CONFIG_FIELDS, **scaling, "rope_theta": "rope_theta"}
     model = checked_settings(settings, "config.json", fields)

@@ -58,9 +58,6 @@ def warn_on_console(text: str) -> None:
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 
-# ------------------------------------------------------------------------------------------- writing
-
-
 def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0, *,
             warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest atomically, replacing one of the same name.

@@ -83,9 +83,6 @@ class LazyTensor:
 
         return replace(self, read=read)
 
-    def cast(self, dtype: torch.dtype) -> "LazyTensor":
-        return replace(self, dtype=dtype, read=lambda start, stop: self.read(start, stop).to(dtype))
-
     def followed_by(self, rows: int, read_more: Callable[[int, int], Tensor]) -> "LazyTensor":
         """Return the tensor with more rows at its end."""
         def read(start: int, stop: int) -> Tensor:

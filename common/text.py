@@ -222,12 +222,6 @@ def _redirect_to_devnull(stream: TextIO) -> None:
         os.close(devnull)
 
 
-def write_line_by_line() -> None:
-    """Make every printed line a single write, also under `python -u`, as torchrun starts its ranks."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=False)
-
-
 def silence_unread_streams() -> bool:
     """Redirect stdout and stderr to /dev/null if they are pipes without a reader; whether one was."""
     unread = []

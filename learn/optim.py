@@ -44,8 +44,6 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 FLOATS = (torch.float32, torch.bfloat16)  # dtypes of the optimizer's state
 MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
 
-# ------------------------------------------------------------------------------------------ gradients
-
 
 class Reducer:
     """Adds a step's gradients over micro-batches and ranks, and divides them by the units of all ranks.

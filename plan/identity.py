@@ -14,12 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from checkpoint import store
 from checkpoint.manifest import DTYPES, tensors_in
-from checkpoint.model_json import SCALING_FIELDS, refuse_adapters, weight_files
+from checkpoint.model_json import SCALING_FIELDS, read_model_config, refuse_adapters, weight_files
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import LARGEST_TEXT, json_sha256, plain
-from config import SCALING_SETTINGS, ModelConfig, on_resume
+from config import FREE_SETTINGS, SCALING_SETTINGS, ModelConfig, on_resume
 
 TORCH_NAMES = {code: f"torch.{name}" for name, code in DTYPES.items()}  # which the hashes contain
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -45,6 +46,13 @@ def model_identity(weights: str, c: ModelConfig, tokenizer_sha256: str = "") -> 
         "NO_ROPE_EVERY": [c.rotates(layer) for layer in layers]}
     tokenizer = {"tokenizer": tokenizer_sha256} if tokenizer_sha256 else {}
     return {"weights": weights, "config": json_sha256(described), **tokenizer}
+
+
+def adapted_model(adapters: Path, base: Path) -> ModelConfig:
+    """Return the settings with which adapters were trained on a base, such as a run's own ROPE_THETA."""
+    recorded = store.read_state(adapters).get("settings", {})
+    return read_model_config(base).model_copy(update={
+        name: recorded[name.upper()] for name in FREE_SETTINGS if name.upper() in recorded})
 
 
 class StoredTensor(NamedTuple):

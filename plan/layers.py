@@ -204,10 +204,11 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
                                   "--name value, such as --pretrain-data-path book.txt")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
-        has_next = arguments and not arguments[0].startswith("--")
+        has_next, form = arguments and not arguments[0].startswith("--"), names.known_form(name)
+        may_stand_alone = form in names.OTHER_WAYS or names.ALIASES.get(form, form) in names.SWITCHES
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or names.may_stand_alone(name)):
+        elif not has_value and (name == "check" or may_stand_alone):
             value, has_value = "true", "="
 
         is_ours = name in known or name in script_flags or not has_value

@@ -46,11 +46,6 @@ def known_form(name: str) -> Optional[str]:
     return next((form for form in forms(name) if form in {*Config.model_fields, *ALIASES, *OTHER_WAYS}), None)
 
 
-def may_stand_alone(name: str) -> bool:
-    form = known_form(name)
-    return form in OTHER_WAYS or ALIASES.get(form, form) in SWITCHES
-
-
 def standard(name: str, value: Any) -> Any:
     """Return our value of a setting for one of another trainer, such as bf16 for bfloat16."""
     text = str(value).strip().lower()

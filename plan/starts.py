@@ -24,8 +24,8 @@ from checkpoint.manifest import fault_of
 from checkpoint.model_json import ADAPTERS, LORA_FIELDS, context_of, read_model_config, read_model_json
 from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
-from config import FEED_FORWARD, MODEL_SETTINGS, SCALING_SETTINGS, SHAPE_SETTINGS, Config, extension_module
-from plan.identity import weights_sha256
+from config import FEED_FORWARD, FREE_SETTINGS, MODEL_SETTINGS, SHAPE_SETTINGS, Config, extension_module
+from plan.identity import adapted_model, weights_sha256
 from plan.names import SETTING_OF, assignments, in_env
 
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
@@ -333,22 +333,27 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for
         remedy = "train them with LORA_ENABLED=true, or merge them first"
         model_json.refuse_adapters(Path(start.folder), remedy)
     folder = Path(start.base or start.folder)
-    model = read_model_config(folder)
+    model = adapted_model(Path(start.folder), folder) if start.has_adapters else read_model_config(folder)
     values, notes = model.model_dump(include={*MODEL_SETTINGS}), []
     if start.has_adapters:
         content = read_model_json(Path(start.folder) / ADAPTERS)
         values |= {name: content[key] for name, key in LORA_FIELDS.items() if content.get(key) is not None}
+        for name in ("lora_rank", "lora_alpha", "lora_rslora"):
+            theirs, asked = values.get(name, Config.model_fields[name].default), getattr(config, name)
+            if name in sources and theirs != asked:
+                raise SettingsError(f"{in_env(name, asked)} ({sources[name]}) does not fit the adapters in "
+                                    f"{start.folder}, which have {in_env(name, theirs)}; remove it")
         if isinstance(layers := content.get("target_modules"), list):
             values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
-    asks_to_cut = "n_layers" in sources and (
+    is_cut = "n_layers" in sources and config.n_layers < model.n_layers and (
         "n_layers" in for_this_start or config.training_stage == "pretrain")
-    if asks_to_cut and config.n_layers < model.n_layers and config.lora_enabled:
+    if is_cut and config.lora_enabled:
         raise SettingsError(f"N_LAYERS={config.n_layers} cuts the {model.n_layers} layers of {folder}, but "
                             "other programs would open adapters with the whole model; remove N_LAYERS, or "
                             "set LORA_ENABLED=false")
-    if asks_to_cut and config.n_layers < model.n_layers:
+    if is_cut:
         start = start._replace(layers=config.n_layers)
         notes.append(f"N_LAYERS={config.n_layers} keeps the first {config.n_layers} of the {model.n_layers} "
                      f"layers of {folder}, with its embedding, norm and head")
@@ -389,13 +394,13 @@ def check_model(start: Start, config: Config, sources: Mapping[str, str] = {}) -
         raise CheckpointError(f"{folder} contains a different model: {description}. To start from it, remove "
                               f"these settings, or set {assignments(saved_values)}{cut}")
     # Different values may be intended, for example to learn longer contexts.
-    names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
-    names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
-    saved_values, description = compare(names)
+    names = FREE_SETTINGS if saved.rope_scaling_factor else FREE_SETTINGS[:-4]  # those of a scaling
+    saved_values, description = compare(map(str.upper, names))
     other_trainers = extension_module("other_trainers")
     warnings = other_trainers.unused_fields(folder) if other_trainers else []
     if saved_values:
-        warnings.append(f"the model in {folder} was trained with other settings: {description}")
+        merge = "; other programs open the adapters with its settings: merge them" * config.lora_enabled
+        warnings.append(f"the model in {folder} was trained with other settings: {description}{merge}")
     if (context := context_of(folder, config)) < config.max_seq_len:
         warnings.append(f"MAX_SEQ_LEN={config.max_seq_len} is longer than the {context:,} positions of the "
                         f"model in {folder} (max_position_embeddings): those beyond are untrained. "

@@ -313,7 +313,7 @@ def with_stored_reference(run: Run, base: Base, mesh: Optional[DeviceMesh] = Non
     provenance = {"weights_sha256": base.sha256, "config_sha256": identity["config"],
                   "compute_dtype": str(run.model.compute_dtype)}
     if base.adapters:
-        provenance["adapters_sha256"] = base.adapters["sha256"]
+        provenance["adapters"] = f"{base.adapters['sha256']} {config.lora_alpha:g} {config.lora_rslora}"
     model = CachedModel(provenance, base.find, cache(lambda folder: load_reference(folder, run, base, mesh)))
 
     def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):

@@ -35,7 +35,7 @@ from common.files import disk_errors
 from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
-from extensions.inference.weights import export_dtype, find_model, load_model
+from extensions.inference.weights import export_dtype, find_model, load_model, rounded
 from model_kernels.attention import precompute_freqs
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
@@ -198,7 +198,10 @@ def write_gguf(path: Path, source: Source, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tqdm(tensors.items(), "Writing", disable=None, leave=False, unit="tensor"):
-        writer.write_tensor_data(gguf.quants.quantize(tensor.full().float().numpy(), types[name]))
+        values = tensor.full().float()
+        if types[name].name == "F16":
+            rounded(name, values, torch.float16)
+        writer.write_tensor_data(gguf.quants.quantize(values.numpy(), types[name]))
     writer.close()
 
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -61,17 +62,37 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def refuse_other_rope(folder: Path) -> None:
+    """Raise CheckpointError if a run trained adapters with other settings than their base's config.json."""
+    from checkpoint.model_json import read_model_config
+    from extensions.inference.weights import base_of_adapters
+    from plan.identity import adapted_model
+    from plan.names import assignments
+
+    try:
+        base = base_of_adapters(folder)
+    except errors.CheckpointError:  # gone: there is nothing to compare with
+        return
+    there, here = read_model_config(base), adapted_model(folder, base)
+    names = [name for name in vars(here) if getattr(here, name) != getattr(there, name)]
+    if other := {name: getattr(here, name) for name in names}:
+        raise errors.CheckpointError(f"the adapters in {folder} were trained with {assignments(other)}, "
+                                     "which PEFT would not know; use --to merged")
+
+
 def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[str, Any]:
     """Return the files of a model's weights in the dtype of the export; none if they have it already."""
     from checkpoint.huggingface import load_model_weights, weight_files
     from checkpoint.store import read_state
-    from extensions.inference.weights import export_dtype
+    from checkpoint.tensors import LazyTensor
+    from extensions.inference.weights import export_dtype, rounded
     from model_utils import DTYPES
 
     if ADAPTERS in files:
         if asked:
             raise errors.SettingsError("--dtype is for whole models, and these are adapters; remove it, or "
                                        "use --to merged")
+        refuse_other_rope(folder)
         return {}
     if not asked and not read_state(folder).get("base_dtype"):
         return {}
@@ -80,7 +101,11 @@ def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[s
         return {}
     reason = "" if asked else ", as of the model that training began with; --dtype chooses another"
     show(f"The weights are exported in {str(dtype).removeprefix('torch.')}{reason}.")
-    return weight_files({name: tensor.cast(dtype) for name, tensor in tensors.items()})
+
+    def cast(name: str, tensor: LazyTensor) -> LazyTensor:
+        return replace(tensor, dtype=dtype, read=lambda *rows: rounded(name, tensor.read(*rows), dtype))
+
+    return weight_files({name: cast(name, tensor) for name, tensor in tensors.items()})
 
 
 def copy_model(source: Path, sizes: dict[str, int], output: Path, weights: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import huggingface, model_json, peft, store
-from checkpoint.model_json import context_length, read_model_config, read_model_json
+from checkpoint.model_json import context_of, read_model_config, read_model_json
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import command, print_safely
@@ -25,14 +25,14 @@ from data_pipeline.shards import prepared_folder
 from extensions.inference.engine import never_sample
 from extensions.inference.text import LanguageModel
 from extensions.other_trainers import unused_fields
-from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
+from lora import LoRALinear, TrainableTokens, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.head import HeadWeight
 from model_kernels.matmul import CPU_MULTIPLIES_BF16, linear
 from model_utils import DTYPES, choose_device, choose_dtype, model_on_meta
 from parallel.fsdp import is_sharded
 from plan.command_line import export
-from plan.identity import weights_sha256
+from plan.identity import adapted_model, weights_sha256
 from plan.make import make_plan
 from run.facts import find_by_hash
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
@@ -113,7 +113,8 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     extension_module("cpu_kernels")
     source = base or folder
     model_json.refuse_adapters(source)
-    config, tensors = read_model_config(source), huggingface.load_model_weights(source)
+    config = adapted_model(folder, base) if base else read_model_config(source)
+    tensors = huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
     place = folder if (folder / "tokenizer.json").is_file() else source
     tokenizer = tokenizer or load_tokenizer(str(place))
@@ -166,6 +167,15 @@ def export_dtype(folder: Path) -> torch.dtype:
     return next((dtype for dtype in DTYPES.values() if str(dtype) == began_with), stored)
 
 
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype; CheckpointError if it has numbers beyond those of float16."""
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and not result.isfinite().all() and tensor.isfinite().all():
+        raise CheckpointError(f"{name} has numbers up to {float(tensor.abs().max()):.3g}, beyond those of "
+                              "float16; choose bf16, or fp32")
+    return result
+
+
 def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                   tokenizer: Any, max_seq_len: int, complete: Callable[[Path], object]) -> None:
     """Write a new model folder with its manifest; `complete` adds the card, and may check the weights."""
@@ -194,11 +204,13 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
     for message in unused_fields(base_folder):
         print_safely(message, sys.stderr)
     model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
+    for module in filter(lambda each: isinstance(each, TrainableTokens), model.modules()):
+        module.float()  # rows that were trained are not rounded to the base's dtype
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected_BTV = model(tokens_BT, mode="logits")[..., :tokenizer.vocab_size]
-    state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
-    longest = model_json.context_length(read_model_json(base_folder / "config.json"))
+    state = {name: rounded(name, weight, dtype) for name, weight in merged_state_dict(model).items()}
+    longest = context_of(base_folder, model.config)
     differences = []
 
     def complete(folder: Path) -> None:
@@ -316,7 +328,7 @@ def open_model(name: str, base: Optional[str] = None, weights: Optional[str] = N
         shape_folder = base_of_adapters(folder, base)
         base = str(shape_folder)
     model, tokenizer = load_to_generate(folder, base, weights)
-    longest = context_length(read_model_json(shape_folder / "config.json"))
+    longest = context_of(shape_folder, model.config)
     settings = store.read_state(folder).get("settings", {})
     stage = settings.get("TRAINING_STAGE")
     opened = LanguageModel(name, model, tokenizer, longest, stage == "pretrain")

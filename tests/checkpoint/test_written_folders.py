@@ -1,5 +1,7 @@
 """What is written for other programs, from a bf16 base with rows that no token has, judged by transformers, PEFT and gguf's reader."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,25 @@ def base(request, prepared: Prepared, tmp_path) -> Path:
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tokenizer.save_huggingface(folder)
     return folder
+
+
+def test_merged_adapters_have_the_rope_that_they_were_trained_with(base, prepared, tmp_path):
+    """PEFT opens adapters with the base's config.json, so only a merged model can have another ROPE_THETA."""
+    peft = pytest.importorskip("peft")
+    run = run_from(base, prepared, tmp_path / "run", LORA_ENABLED="true", ROPE_THETA=9, ROPE_SCALING_TYPE="linear", ROPE_SCALING_FACTOR=2,
+                   LEARNING_RATE=0.05).trained()
+    done = python("scripts/export.py", run.folder, "--to", "merged", "--dtype", "fp32", "--output", tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    assert "ROPE_THETA=9" in python("scripts/export.py", run.folder, "--to", "hf", "--output", tmp_path / "hf").stderr
+    corrected, merged = tmp_path / "corrected", opened(tmp_path / "merged")
+    shutil.copytree(base, corrected)
+    content, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "merged", base))
+    (corrected / "config.json").write_text(json.dumps(content | {"vocab_size": before["vocab_size"]}))
+    theirs = peft.PeftModel.from_pretrained(opened(corrected, dtype=torch.float32), run.checkpoint(4))
+    assert (merged.config.rope_parameters["rope_theta"], merged.config.max_position_embeddings) == (9, 2 * CONTEXT)
+    tokens_BT = torch.randint(200, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens_BT).logits[..., :merged.config.vocab_size], merged(tokens_BT).logits, atol=1e-4)
 
 
 def run_from(base: Path, prepared: Prepared, folder: Path, **settings) -> TinyRun:

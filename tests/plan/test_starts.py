@@ -99,6 +99,8 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     ([*SFT, "--pretrain-checkpoint", "text"], "PRETRAIN_CHECKPOINT=text (command line): text is a file; name the folder"),
     ([*SFT, "--pretrain-checkpoint", "adapters", "--lora-enabled", "false"], "adapters contains adapters, not a full model; train them with LORA_ENABLED=true, or merge them first"),
     ([*SFT, "--run-name", "new", "--instruct-checkpoint", "adapted", "--lora-enabled", "false"], "merge them first"),
+    *(([*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters", f"--{name}", value], f"does not fit the adapters in adapters, which have {theirs}; remove it")
+      for name, value, theirs in (("lora-alpha", 6, "LORA_ALPHA=5"), ("lora-rank", 5, "LORA_RANK=3"), ("lora-rslora", "true", "LORA_RSLORA=false"))),
     ([*SFT, "--run-name", "tuned", "--resume", "never", "--pretrain-checkpoint", "tuned"], "belongs to the run that RESUME=never would move"),
     ([*DPO, "--run-name", "tuned", "--instruct-checkpoint", "tuned"], "runs/tuned has a run of TRAINING_STAGE=sft at step-00000005"),
     (["--run-name", "tuned", "--resume", "pretrained"], "runs/tuned has a run at step-00000005"),
@@ -114,6 +116,14 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     (["--resume", STEP_3, "--run-name", "adapted"], "runs/adapted has a run at step-00000002")])
 def test_an_impossible_start_is_an_error(flags, words):
     assert words in refused(*flags)
+
+
+def test_adapters_bring_their_scale_and_the_rope_that_they_were_trained_with():
+    checkpoint_without_weights(Path("runs/other"), 2, {"begun_from": "base"}, **TUNED, LORA_ENABLED=True, ROPE_THETA=7)
+    loaded = plan(*DPO, "--lora-enabled", "--instruct-checkpoint", "other", "--lora-dropout", 0.5)
+    assert (loaded.start.base, loaded.config.rope_theta, loaded.config.lora_dropout) == ("base", 7, 0.5)
+    config = plan(*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters", "--lora-alpha", 5).config
+    assert (config.lora_alpha, config.lora_rank, config.rope_theta) == (5, 3, 500_000)
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning():
