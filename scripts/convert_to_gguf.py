@@ -197,12 +197,14 @@ def write_gguf(path: Path, source: Source, kind: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in tqdm(tensors.items(), "Writing", disable=None, leave=False, unit="tensor"):
-        values = tensor.full().float()
-        if types[name].name == "F16":
-            rounded(name, values, torch.float16)
-        writer.write_tensor_data(gguf.quants.quantize(values.numpy(), types[name]))
-    writer.close()
+    try:
+        for name, tensor in tqdm(tensors.items(), "Writing", disable=None, leave=False, unit="tensor"):
+            values = tensor.full().float()
+            if types[name] == gguf.GGMLQuantizationType["F16"]:
+                rounded(name, values, torch.float16)
+            writer.write_tensor_data(gguf.quants.quantize(values.numpy(), types[name]))
+    finally:
+        writer.close()
 
 
 def compare(path: Path, source: Source) -> None:

@@ -171,6 +171,24 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
     assert settings["rope_scaling_factor"] == reference.get("factor")
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("full", [0, 1, 28])
+def test_without_layer_types_the_layers_from_max_window_layers_on_have_a_window(kind, full):
+    content = config_json(model_type=kind, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=full, layer_types=None)
+    read = ModelConfig(**model_json.model_settings_from_huggingface(content))
+    theirs = transformers.CONFIG_MAPPING[kind](**content).layer_types
+    assert ["sliding_attention" if read.slides(layer) else "full_attention" for layer in range(2)] == theirs
+
+
+def test_an_error_about_a_models_files_states_what_is_missing():
+    for field in ("factor", "original_max_position_embeddings"):
+        rope = {"rope_theta": 1e4, **{name: value for name, value in SCALING.items() if name != field}}
+        with pytest.raises(CheckpointError, match=f"config.json lacks {field} for RoPE; download"):
+            model_json.model_settings_from_huggingface(config_json(rope_parameters=rope))
+    with pytest.raises(CheckpointError, match="lack model.embed_tokens.weight, but have _orig_mod.model.embed_tokens.weight; use"):
+        huggingface.vocabulary_rows({"_orig_mod.model.embed_tokens.weight": lazy(torch.zeros(2, 2))})
+
+
 # Another value of each field that transformers' classes read, besides those that two layers of 64 dimensions need.
 OTHER_VALUES = {
     "vocab_size": 600, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -10,11 +10,12 @@ import torch
 from factories import new_model
 
 from checkpoint import huggingface
-from checkpoint.tensors import lazy, read_all
+from checkpoint.tensors import lazy, read_all, write_files
 from common.errors import CheckpointError, SettingsError
 from config import ModelConfig
 from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
+from scripts.export import cast_weights
 from scripts.import_checkpoint import import_checkpoint, read_gguf
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -48,6 +49,17 @@ def save(folder, pairs=b"etaoinsh", **settings):
                 parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
     huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, 256)
     return folder
+
+
+def test_a_number_beyond_float16_is_refused_with_a_way(gguf, tmp_path):
+    """It would become infinite, without a word."""
+    folder = save(tmp_path / "large", init_std=1e6)
+    with pytest.raises(CheckpointError, match="beyond those of float16; choose bf16, or fp32"):
+        script.convert(folder, tmp_path / "model.gguf", "f16")
+    weights = cast_weights(folder, [], "fp16")
+    with pytest.raises(CheckpointError, match="beyond those of float16; choose bf16, or fp32"):
+        write_files(tmp_path, weights)
+    script.convert(folder, tmp_path / "model.gguf", "bf16")
 
 
 @pytest.mark.parametrize("field, words", [
