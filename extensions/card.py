@@ -111,9 +111,6 @@ class History:
         return self.digest.hexdigest() if self.last == step else ""
 
 
-# ------------------------------------------------------------------------------ writing and reading cards
-
-
 def code(text: Any) -> str:
     """Return a text as inline code in Markdown, with enough backticks for those inside."""
     line = printable(str(text))

@@ -61,9 +61,6 @@ def adapter_count(config: Config) -> int:
     return config.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in targets_of(config))
 
 
-# ------------------------------------------------------------------------------------------- FLOPs
-
-
 class Work(NamedTuple):
     """Token counts of some micro-batches."""
 

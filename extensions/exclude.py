@@ -34,8 +34,6 @@ from model_kernels.head import IGNORE_INDEX
 from run.extensions import Extension
 from run.run import Inputs
 
-# ------------------------------------------------------------------------------------------------- examples
-
 
 @dataclass
 class Examples:
@@ -129,9 +127,6 @@ def hashes_at(folder: Path, places: Iterable[str], tokenizer: Any) -> dict[str, 
             for place in named:
                 found[place].add(digest_of(ids))
     return found
-
-
-# ---------------------------------------------------------------------------------------------- without them
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,6 @@ def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
     return forecast._replace(working=forecast.working + copies, host=0, offloaded=0, process=PROCESS_BYTES)
 
 
-# ------------------------------------------------------------------------------------------------- speed
-
-
 def timed(device: torch.device, work: Callable) -> float:
     """Call a function; return the seconds until the device has finished its work."""
     started = time.perf_counter()
@@ -140,9 +137,6 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
     if objectives.reference_is_stored(config):
         reference = lambda batch: torch.zeros_like(objectives.answer_lengths(batch))
     return objectives.PREFERENCE_OBJECTIVES[config.preference_objective](config, reference)
-
-
-# ----------------------------------------------------------------------------------------------- --check
 
 
 def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:

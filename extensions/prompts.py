@@ -6,7 +6,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
 from common.text import counted
-from config import Config
 from data_pipeline.examples import ExampleSet
 from dataloaders import OPENERS, Batch, SourceRows, permute
 from model_kernels.head import IGNORE_INDEX
@@ -57,8 +56,5 @@ class PromptRows(SourceRows):
         return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE_INDEX), stored=stored)
 
 
-def prompt_rows(example_set: ExampleSet, config: Config) -> PromptRows:
-    return PromptRows(example_set, config.max_seq_len, config.answer_tokens)
-
-
-OPENERS["prompts"] = prompt_rows
+OPENERS["prompts"] = lambda example_set, config: PromptRows(
+    example_set, config.max_seq_len, config.answer_tokens)

@@ -31,9 +31,6 @@ WEIGHTS, MOMENT, SQUARES, SUM = range(4)  # what is rounded
 FACTORS = (0x21F0AAAD, 0x735A2D97, 0x9E3779B1 - 2**32)
 
 
-# ------------------------------------------------------------------------------- stochastic rounding
-
-
 def shifted(x: Tensor, bits: int) -> Tensor:
     """Return int32 shifted right without its sign."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

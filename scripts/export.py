@@ -62,37 +62,19 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def refuse_other_rope(folder: Path) -> None:
-    """Raise CheckpointError if a run trained adapters with other settings than their base's config.json."""
-    from checkpoint.model_json import read_model_config
-    from extensions.inference.weights import base_of_adapters
-    from plan.identity import adapted_model
-    from plan.names import assignments
-
-    try:
-        base = base_of_adapters(folder)
-    except errors.CheckpointError:  # gone: there is nothing to compare with
-        return
-    there, here = read_model_config(base), adapted_model(folder, base)
-    names = [name for name in vars(here) if getattr(here, name) != getattr(there, name)]
-    if other := {name: getattr(here, name) for name in names}:
-        raise errors.CheckpointError(f"the adapters in {folder} were trained with {assignments(other)}, "
-                                     "which PEFT would not know; use --to merged")
-
-
 def cast_weights(folder: Path, files: list[str], asked: Optional[str]) -> dict[str, Any]:
     """Return the files of a model's weights in the dtype of the export; none if they have it already."""
     from checkpoint.huggingface import load_model_weights, weight_files
     from checkpoint.store import read_state
     from checkpoint.tensors import LazyTensor
-    from extensions.inference.weights import export_dtype, rounded
+    from extensions.inference.weights import export_dtype, refuse_other_model, rounded
     from model_utils import DTYPES
 
     if ADAPTERS in files:
         if asked:
             raise errors.SettingsError("--dtype is for whole models, and these are adapters; remove it, or "
                                        "use --to merged")
-        refuse_other_rope(folder)
+        refuse_other_model(folder)
         return {}
     if not asked and not read_state(folder).get("base_dtype"):
         return {}

@@ -64,9 +64,6 @@ def find_first_step(config: Config, load: Callable[[list[str]], Plan]) -> tuple[
     return changes, changed.start.step
 
 
-# ----------------------------------------------------------------------------------------------------- runs
-
-
 class TrialRun(NamedTuple):
     folder: Path
     flags: list[str]

@@ -41,7 +41,6 @@ UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_
             "TRACKIO_ENABLED": False, "MLFLOW_ENABLED": False}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the step log
-# ------------------------------------------------------------------------------------------- a past step
 
 
 class Segment(NamedTuple):
@@ -209,9 +208,6 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
     details = {name: manifest[name] for name in ("step", "world_size", "val_loss")}
     store.publish(output, write_files, details, sum(file["size"] for file in manifest["files"].values()))
     store.verify(output)
-
-
-# ------------------------------------------------------------------------------------ where two runs part
 
 
 def names_of_tensors(run_dir: Path, count: int) -> list[str]:

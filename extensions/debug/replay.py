@@ -49,8 +49,6 @@ CONTEXT_TOKENS = 24  # to show before and after a token
 ROUNDING = 1e-3  # largest relative difference of a loss by rounding
 OUTLIER = 8.0  # robust standard deviations above the median row
 
-# ---------------------------------------------------------------------------------------- row by row
-
 
 class RowReport(NamedTuple):
     """Results of a single row with the weights before the step."""

@@ -81,9 +81,6 @@ def language_of(run_dir: Path) -> LanguageModel:
                          settings["TRAINING_STAGE"] == "pretrain")
 
 
-# ------------------------------------------------------------------------------------------------ the arms
-
-
 def left_out(run_dir: Path, selectors: Sequence[Selector]) -> tuple[Excluded, Optional[int]]:
     """Return what the selectors leave out of a run's data, and the first step that read some of it."""
     steps = read_step_log(run_dir)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -34,6 +34,7 @@ from parallel.fsdp import is_sharded
 from plan.command_line import export
 from plan.identity import adapted_model, weights_sha256
 from plan.make import make_plan
+from plan.names import assignments
 from run.facts import find_by_hash
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
@@ -100,6 +101,16 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
     names = (state["settings"].get(setting.upper()) for setting in START_FROM)
     return find_by_hash(names, state["progress"], run_dir, store.warn_on_console,
                         "set its current folder with --base")
+
+
+def refuse_other_model(adapters: Path) -> None:
+    """Raise SettingsError if adapters were trained with other settings than their base's config.json has."""
+    with suppress(CheckpointError):  # without the base, there is nothing to compare with
+        base = base_of_adapters(adapters)
+        there, here = dict(read_model_config(base)), dict(adapted_model(adapters, base))
+        if other := {name: here[name] for name in here if here[name] != there[name]}:
+            raise SettingsError(f"the adapters in {adapters} were trained with {assignments(other)}, which "
+                                "PEFT would not know; use --to merged")
 
 
 def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None,
@@ -226,9 +237,6 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
 
     publish_model(output, state, model.config, tokenizer, longest, complete)
     return differences[0]
-
-
-# ------------------------------------------------------------------------------- layouts for generation
 
 
 def pack(weight: Tensor) -> Tensor:

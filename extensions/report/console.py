@@ -234,9 +234,6 @@ def ending(run: Run, result: str) -> list[str]:
     return [f"{name}   {line}" for name, line in lines.items()]
 
 
-# ------------------------------------------------------------------------------- columns of a terminal
-
-
 def fixed(value: float, decimals: Optional[int], width: int) -> str:
     """Return a number in a column, with an exponent if it has no place or only zeros otherwise."""
     if decimals is None:

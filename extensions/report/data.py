@@ -30,8 +30,6 @@ from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
 from plan.command_line import describe_settings
 
-# -------------------------------------------------------------------------- settings, sources, weights
-
 TAIL_BYTES = 256  # compared to detect that a log was replaced
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
 

@@ -39,9 +39,6 @@ FP32 = ("--device", "cpu", "--precision", "fp32")  # as the other programs; some
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 128": (4, 128), "6 layers of 192": (6, 192)}
 
 
-# ------------------------------------------------------------------------------- Paddock's commands
-
-
 def run(*command: object) -> float:
     """Run a Python script of Paddock; return its CPU seconds."""
     def seconds() -> float:
