@@ -340,9 +340,6 @@ def has_file(path: Path) -> bool:
     return path.exists()
 
 
-# ------------------------------------------------------------------------------------------- deleting
-
-
 def note_need(checkpoint: Path, run_dir: Path) -> None:
     """Note beside a checkpoint that another run needs it. Retention keeps it while that run exists."""
     place = os.path.relpath(run_dir.resolve(), checkpoint.resolve().parent)

@@ -204,12 +204,13 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
                                   "--name value, such as --pretrain-data-path book.txt")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
-        has_next, form = arguments and not arguments[0].startswith("--"), names.known_form(name)
-        may_stand_alone = form in names.OTHER_WAYS or names.ALIASES.get(form, form) in names.SWITCHES
+        has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or may_stand_alone):
-            value, has_value = "true", "="
+        elif not has_value:
+            form = names.known_form(name)
+            if name == "check" or form in names.OTHER_WAYS or names.ALIASES.get(form, form) in names.SWITCHES:
+                value, has_value = "true", "="
 
         is_ours = name in known or name in script_flags or not has_value
         if not is_ours and flag.startswith("--") and accept(layer, name, value, "command line"):
