@@ -24,8 +24,7 @@ from common.activity import ACTIVITY, tick, waiting
 from common.errors import HangError, PaddockError, SettingsError
 from common.text import counted, duration
 from parallel import process
-from parallel.hang import HangWatchdog
-from parallel.process import listen_at, restrict_interface
+from parallel.process import HangWatchdog, listen_at, restrict_interface
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 30  # between progress lines of a long computation
