@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from common.activity import ACTIVITY, phase
-from dataloaders import Batch, first_micro_batch
+from dataloaders import Batch, first_micro_batch, load_steps
 from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
@@ -128,7 +128,8 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
-        with run.inputs.training_batches(run.order, run.ranks.device, run.objective, progress.step) as loader:
+        with load_steps(run.inputs.rows, run.order, run.ranks.device, run.objective.count,
+                        progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             if progress.pending_metrics is not None:
                 finish_step(run)

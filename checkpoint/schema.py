@@ -70,8 +70,8 @@ class Manifest(Known):
 
 
 @dataclass
-class SavedProgress:
-    """The state of a run in a checkpoint besides weights and optimizer."""
+class Progress:
+    """The progress of a run: its state in a checkpoint besides weights and optimizer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_FIELDS
 
@@ -92,6 +92,22 @@ class SavedProgress:
     base_beside: Optional[PathText] = None  # its path relative to the run's folder, in case both are moved
     # Metrics of the last step until its evaluations are complete, which a signal may interrupt.
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights; the learning-rate schedule counts only these."""
+        return self.step - self.skipped_steps
+
+    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
+        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
+        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if math.isfinite(loss) and loss < best and not loss > first:
+            self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
+            return True
+        if self.step > skip_steps:
+            self.validations_without_best += 1
+        return False
 
 
 class Settings(Open):
@@ -114,7 +130,7 @@ class Scaler(Open):
 class State(Known):
     """A checkpoint's trainer_state.json."""
 
-    progress: SavedProgress
+    progress: Progress
     identity: dict[str, Union[str, int]]
     world_size: WorldSize
     settings: Settings

@@ -53,7 +53,7 @@ from run.build import Base, choose_objective, with_stored_reference
 from run.extensions import Extension, load_extensions
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
-from run.run import Inputs, Progress, Run
+from run.run import Inputs, Run
 from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
@@ -386,7 +386,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if any(getattr(source, "truncated", 0) for source in (rows.sources if rows else ())):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
-    progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
+    progress = schema.Progress(**store.read_state(folder).get("progress", {"step": 0}))
     run = Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
               progress, None, folder, extensions=[extension])
     origin = objective_of or folder

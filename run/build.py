@@ -21,6 +21,7 @@ import model_utils
 from checkpoint import peft, store
 from checkpoint.manifest import MANIFEST
 from checkpoint.model_json import hub_model, name_of_download
+from checkpoint.schema import Progress
 from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, PaddockError
@@ -41,7 +42,7 @@ from run import facts
 from run.extensions import load_extensions
 from run.folder import RunFolder
 from run.log import RunLog
-from run.run import Inputs, Progress, Run, trained_bytes
+from run.run import Inputs, Run, trained_bytes
 
 
 class Base(NamedTuple):
@@ -219,7 +220,7 @@ def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: 
 def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer, optimizer: Optimizer, scaler
             ) -> Progress:
     """Restore the state of optimizer and loss scaler; return the progress, and where the run started."""
-    config, start, progress = plan.config, plan.start, Progress()
+    config, start, progress = plan.config, plan.start, Progress(0)
     if state:
         progress = Progress(**state["progress"])
         tensors = read_optimizer(Path(start.folder))

@@ -18,7 +18,7 @@ import torch
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.schema import SEGMENTS, SavedProgress
+from checkpoint.schema import SEGMENTS, Progress
 from checkpoint.store import CHECKPOINT_NAME
 from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
@@ -27,7 +27,7 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors, sync, sync_folder
 from common.text import counted
 from config import Config
-from dataloaders import RowOrder, Rows, load_steps
+from dataloaders import RowOrder, Rows
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
@@ -61,9 +61,6 @@ class Inputs:
         return RowOrder(self.rows.mixing, config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
                         ranks.world_size)
 
-    def sources(self, config: Config) -> list[dict[str, Any]]:
-        return self.rows.source_table(config.max_steps * config.rows_read)
-
     def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
                  ) -> dict[str, Any]:
         """Return what checkpoints record of a run's identities, to compare with those `saved` before.
@@ -86,32 +83,6 @@ class Inputs:
         for source in self.rows.sources:
             used[source.token_set.used_ids()] = True
         return np.flatnonzero(used).tolist()
-
-    def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
-        return load_steps(self.rows, order, device, objective.count, first_step)
-
-
-@dataclass
-class Progress(SavedProgress):
-    """The progress of a run, saved in checkpoints."""
-
-    step: int = 0
-
-    @property
-    def updates(self) -> int:
-        """Steps that changed the weights; the learning-rate schedule counts only these."""
-        return self.step - self.skipped_steps
-
-    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
-        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
-        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
-        best = math.inf if self.best_val_loss is None else self.best_val_loss
-        if math.isfinite(loss) and loss < best and not loss > first:
-            self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
-            return True
-        if self.step > skip_steps:
-            self.validations_without_best += 1
-        return False
 
 
 class StepResult(NamedTuple):
@@ -288,9 +259,10 @@ def how_to_resume(run: Run) -> str:
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
     plan, first, settings = run.plan, run.progress.step + 1, run.config.public() | run.facts
+    sources = run.inputs.rows.source_table(run.config.max_steps * run.config.rows_read)
     kept = {"sources": dict(plan.sources), "start": plan.start._asdict(), "identities": plan.identities}
     run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
-        run.folder, first, settings, run.inputs.sources(run.config), kept))
+        run.folder, first, settings, sources, kept))
 
 
 @collective

@@ -26,7 +26,7 @@ from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.files import read_json
 from common.text import counted, printable, show
 from config import Config, rules
-from dataloaders import Batch, Rows, SourceRows
+from dataloaders import Batch, Rows, SourceRows, load_steps
 from extensions.guards import FirstBad, describe_tensors
 from learn.objectives import token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
@@ -289,7 +289,7 @@ def replay_before(run: Run, step: int, step_log: dict[int, dict[str, Any]]) -> t
     if first == step:
         return start, True
     order, device = run.inputs.order(run.config, run.ranks), run.ranks.device
-    with run.inputs.training_batches(order, device, run.objective, run.progress.step) as loader:
+    with load_steps(run.inputs.rows, order, device, run.objective.count, run.progress.step) as loader:
         title = f"Replaying steps {first} to {step - 1}"
         for now in tqdm(range(first, step), desc=title, unit="step", delay=2, leave=False, disable=None):
             result = take_step(run, *next(loader))

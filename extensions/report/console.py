@@ -107,7 +107,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         if used != asked:
             unused.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
                           f"{'its default' if used is None else f'{used:g}'}; prepare it again")
-    if table := inputs.sources(config):
+    if table := inputs.rows.source_table(config.max_steps * config.rows_read):
         lines = describe_sources(inputs.rows.mixture, table)
         return [inputs.description, *(f"  {line}" for line in lines), *unused]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
