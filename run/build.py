@@ -28,7 +28,7 @@ from common.errors import CheckpointError, DataError, PaddockError
 from config import extension_module
 from learn import objectives
 from learn.optim import Optimizer
-from learn.reference_cache import CachedModel, OutputStore, with_reference
+from learn.reference_cache import StoredReference
 from learn.teacher import load_teacher
 from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
@@ -309,17 +309,17 @@ def with_stored_reference(run: Run, base: Base, mesh: Optional[DeviceMesh] = Non
     Raises Interrupted if a rank received a stop signal.
     """
     config, inputs = run.config, run.inputs
-    outputs = OutputStore(dataloaders.cache_of(config), run.context)
     identity = model_identity(base.sha256, config)
     provenance = {"weights_sha256": base.sha256, "config_sha256": identity["config"],
                   "compute_dtype": str(run.model.compute_dtype)}
     if base.adapters:
         provenance["adapters_sha256"] = base.adapters["sha256"]
-    model = CachedModel(provenance, base.find, cache(lambda folder: load_reference(folder, run, base, mesh)))
+    load = cache(lambda folder: load_reference(folder, run, base, mesh))
+    reference = StoredReference(provenance, base.find, load, dataloaders.cache_of(config), run.context)
 
     def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
         read = iter(rows.first_batches(count, seed, config.micro_batch_size) if rows else ())
-        return rows and rows.map(lambda source: with_reference(outputs, source, next(read), split, model))
+        return rows and rows.map(lambda source: reference.of_rows(source, next(read), split))
 
     rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
     held_out = attach("validation", inputs.validation_rows, config.validation_rows)
