@@ -59,7 +59,6 @@ from run.run import (
     due,
     finish_saving,
     how_to_resume,
-    pin_early,
     record_settings,
     save_checkpoint,
     saves_end,
@@ -149,7 +148,6 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
                     record_settings(run)
-                    pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:
                     extension.step_end(run, prepared.batches, result)

@@ -373,7 +373,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     verified: list[dict[str, Any]] = []  # on rank 0, for all
     ranks.on_rank0(lambda: verified.append(read(config.verify_data)))
     measured = ranks.raise_on_all(lambda: verified[0] if verified else read("never"))
-    inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
+    inputs, extension = Inputs(tokenizer, None, **measured, description=""), Evaluate()
     inputs = ranks.raise_on_all(lambda: extension.inputs(
         config, inputs, config.verify_data if ranks.is_rank0 else "never"))
     for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):

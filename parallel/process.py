@@ -28,7 +28,6 @@ from common.errors import HangError
 from common.text import print_safely, print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SECOND_SIGNAL_SECONDS = 1.0  # earlier repeats do not count: torchrun forwards signals of the terminal
 EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"

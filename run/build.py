@@ -188,7 +188,7 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
     opened = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn))
-    if other := differences(plan.identities["data"], facts.identity_of_data(plan.config, opened.inputs)):
+    if other := differences(plan.identities["data"], facts.identity_of_data(opened.inputs)):
         raise DataError(f"{plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
     if verifies and plan.start.folder:

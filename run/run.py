@@ -52,8 +52,6 @@ class Inputs:
     rows: Rows  # training split
     validation_rows: Optional[Rows]
     choice_sets: list[ChoiceSet]  # HellaSwag and EVAL_TASKS
-    validation_fingerprint: str
-    fingerprint: str  # hash of the training split
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
@@ -69,8 +67,8 @@ class Inputs:
         """
         saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
-        identity = {"HIDDEN_DIM": config.hidden_dim,
-                    f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        data = f"{config.training_stage.upper()}_DATA_PATH"
+        identity = {"HIDDEN_DIM": config.hidden_dim, data: self.rows.fingerprint, "TOKENIZER_PATH": sha256}
         if plan and "teacher" in plan.identities:
             identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
         if plan and "reference_adapters" in plan.identities:
@@ -296,19 +294,6 @@ def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, 
         tensors = huggingface.to_huggingface(weights, config, vocab_size)
         files = huggingface.weight_files(tensors, config.head_dim)
     return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=config.head_dim)}
-
-
-@collective
-def pin_early(run: Run) -> None:
-    """On a GPU, allocate the copies after the first step, which compiles: pinning takes seconds.
-
-    The optimizer's state exists only now, and the first save would pay otherwise.
-    """
-    config = run.config
-    if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
-        with phase("save"):
-            weights, moments = tensors_to_save(run)
-            run.shard.allocate(weights | moments)
 
 
 @phase("save")
