@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import sys
 import time
 import traceback
@@ -40,6 +41,7 @@ if __name__ == "__main__":
         text.show("Nothing is set, so the sample model is trained (--preset sample).")
 
 # ruff: noqa: E402
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +51,6 @@ from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model import choose_masks
-from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.build import open_run
 from run.extensions import Extension, find
@@ -179,6 +180,18 @@ def train_loop(run: Run, reducer: Reducer) -> int:
     for line in (line for extension in run.extensions for line in extension.summary(run)):
         log.info(line, shown="")
     return 0
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed all generators for one step of one rank, so that an objective of your own resumes exactly."""
+    entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
+    torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
+    if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
+        torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(int(entropy) & (2**63 - 1))
+    random.seed(int(entropy))
+    np.random.seed(int(entropy) & 0xFFFFFFFF)
 
 
 @collective

@@ -22,7 +22,6 @@ from common.files import plain
 if TYPE_CHECKING:  # a start that fails needs neither this nor the time of its import
     import numpy as np
 
-SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
 MAX_LINE_BYTES = 1 << 24  # in a log
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -258,13 +257,6 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
                 yield line, entry
             elif entry:
                 yield line + b"\n", entry
-
-
-def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return (first step, settings file) for each part of a run, in order."""
-    return sorted((int(path.stem.removeprefix("step-")), path)
-                  for path in (run_dir / SEGMENTS).glob("step-*.json")
-                  if path.stem.removeprefix("step-").isdecimal())
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

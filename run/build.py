@@ -43,6 +43,7 @@ from run.extensions import load_extensions
 from run.folder import RunFolder
 from run.log import RunLog
 from run.run import Inputs, Run, trained_bytes
+from run.saving import restore_padding
 
 
 class Base(NamedTuple):
@@ -224,7 +225,7 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     if state:
         progress = Progress(**state["progress"])
         tensors = read_optimizer(Path(start.folder))
-        optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
+        optimizer.load_state_tensors(restore_padding(tensors, model))
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
     if not start.is_own and config.start_step is not None:  # restart all counters that depend on the step

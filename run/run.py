@@ -18,7 +18,7 @@ import torch
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.schema import SEGMENTS, Progress
+from checkpoint.schema import Progress
 from checkpoint.store import CHECKPOINT_NAME
 from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
@@ -32,7 +32,7 @@ from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import device_name, saved_rows
+from model_utils import device_name
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
@@ -41,7 +41,7 @@ from plan.starts import is_inside
 from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.saving import PendingSave, RankShard
+from run.saving import PendingSave, RankShard, saved_rows
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def start_writing(run: Run) -> None:
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
-            shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
+            shutil.rmtree(run.folder / run_folder.SEGMENTS, ignore_errors=True)
         # The checkpoints that this run needs to continue: teacher, base or reference.
         needed = [identities[name]["folder"] for name in ("teacher", "reference_adapters")
                   if name in identities]

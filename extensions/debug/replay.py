@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 import train
 from checkpoint import store
-from checkpoint.schema import read_entries, segment_files
+from checkpoint.huggingface import is_vocabulary
+from checkpoint.schema import read_entries
 from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.files import read_json
 from common.text import counted, printable, show
@@ -31,7 +32,6 @@ from extensions.guards import FirstBad, describe_tensors
 from learn.objectives import token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_kernels.head import IGNORE_INDEX
-from model_utils import is_vocabulary
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.layers import Layer
 from plan.make import Plan
@@ -41,7 +41,7 @@ from plan.starts import Asked, Known, Start, find_first
 from run.build import build
 from run.extensions import load_extensions
 from run.facts import find_base, open_inputs, prepare_device, with_identities, with_tokens
-from run.folder import RunFolder
+from run.folder import RunFolder, segment_files
 from run.run import Run, StepResult
 from run.step_log import median_and_deviation, rows_crc32
 

@@ -14,6 +14,7 @@ import torch
 import lora
 import model_utils
 from checkpoint import store
+from checkpoint.huggingface import is_vocabulary
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
@@ -25,7 +26,6 @@ from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel
-from model_utils import is_vocabulary
 from run.log import ranks_differ
 from run.run import Inputs, Run
 
