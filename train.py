@@ -255,7 +255,7 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     is_lost = run.run_folder.is_lost  # on rank 0, which knows it
     must_stop = torch.full_like(norm, is_lost or run.context.signals.received is not None)
-    has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
+    has_written = torch.full_like(norm, run.has_written)
     local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
     *totals, norm_sum, stopping_ranks, written_ranks = [values.sum() for values in all_sums]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, U
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
 
@@ -233,8 +232,10 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
                    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
         fault = (unknown or faults)[0]
         where = ".".join(map(str, fault["loc"]))[:100] or "its content"
-        problem = (f"{where} is not known to this version: {NEWER}" if unknown
-                   else f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}; copy it again")
+        problem = f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}; copy it again"
+        if unknown:
+            problem = (f"{where} is not known to this version: it was written by a newer Paddock; use that "
+                       "version")
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
 
 

@@ -129,6 +129,11 @@ class Run:
     folder = property(lambda self: self.run_folder.path)
 
     @property
+    def has_written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint that is being saved."""
+        return self.saving is not None and not (self.saving.thread and self.saving.thread.is_alive())
+
+    @property
     def saves_best(self) -> bool:
         """Whether the last validation is the best so far, and KEEP_BEST saves its state."""
         is_best = self.progress.step == self.progress.best_step > 0

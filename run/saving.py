@@ -145,10 +145,6 @@ class PendingSave:
     thread: Optional[Background] = None
     blocked: float = 0.0  # seconds in which training stopped for it
 
-    @property
-    def is_done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
-
     def start(self, copied_files: Mapping[str, TensorFile]) -> None:
         """Write these files, which contain copies, in a thread, which calls no collective."""
         self.files, self.in_background = copied_files, True

@@ -419,7 +419,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     model = new_model(config, 512, seed=1)
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
-                          objective=choose(config), progress=Progress(0, recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
+                          objective=choose(config), progress=Progress(0, recent_losses=[*recent_losses], gradient_exponent=exponent), has_written=False,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
                           run_folder=SimpleNamespace(is_lost=False), context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     reducer = make_reducer(model, ranks, config, run.optimizer)
