@@ -1,19 +1,17 @@
 """Build a model, compile and wrap it for the hardware, load its weights, and check them against settings."""
 
 import os
-import random
 import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,18 +85,6 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
     torch.use_deterministic_algorithms(True)  # torch.compile respects it too
     torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time here
     torch.backends.cudnn.deterministic = True
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all generators for one step of one rank, so that an objective of your own resumes exactly."""
-    entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
-    torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
-    if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
-        torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
-    elif torch.backends.mps.is_available():
-        torch.mps.manual_seed(int(entropy) & (2**63 - 1))
-    random.seed(int(entropy))
-    np.random.seed(int(entropy) & 0xFFFFFFFF)
 
 
 # --------------------------------------------------------------------------------------- building
@@ -286,24 +272,6 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True, layers: 
     for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite, layers).items():
         module = model.get_submodule(name.removesuffix(".weight"))
         getattr(module, "load_base", partial(fsdp.load_rows, module.weight))(tensor.read)
-
-
-def is_vocabulary(name: str) -> bool:
-    """Return whether a parameter, or its optimizer state, has one row per token id."""
-    return f"{name}.".startswith(tuple(f"{matrix}." for matrix in huggingface.VOCABULARY))
-
-
-def saved_rows(name: str, tensor: Tensor, model: Transformer) -> int:
-    """Return the rows of a parameter, or of its optimizer state, without those of padded ids."""
-    if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
-        return model.vocab_size
-    return tensor.shape[0] if tensor.shape else 1
-
-
-def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
-    """Return a saved optimizer state with rows of zeros for padded ids, which get no gradient."""
-    return {name: tensor.padded(padded(model.vocab_size)) if is_vocabulary(name) and tensor.shape else tensor
-            for name, tensor in tensors.items()}
 
 
 def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> list[str]:

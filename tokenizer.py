@@ -500,8 +500,7 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
     file = Path(path).expanduser()
     if os.path.isdir(file):  # of a run: its newest checkpoint
         file = max(file.glob("checkpoints/step-*"), default=file)
-    # A local file or folder takes precedence over a hub name.
-    on_hub = is_hub_name(path)
+    on_hub = not os.path.exists(file) and is_hub_name(path)
     if backend == "auto":
         is_huggingface = on_hub or file.suffix == ".json" or os.path.isfile(file / "tokenizer.json")
         backend = "huggingface" if is_huggingface else "tiktoken"

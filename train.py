@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import sys
 import time
 import traceback
@@ -41,16 +42,16 @@ if __name__ == "__main__":
         text.show("Nothing is set, so the sample model is trained (--preset sample).")
 
 # ruff: noqa: E402
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.activity import ACTIVITY, phase
-from dataloaders import Batch, first_micro_batch
+from dataloaders import Batch, first_micro_batch, load_steps
 from evaluation.during_run import evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model import choose_masks
-from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.build import open_run
 from run.extensions import Extension, find
@@ -60,7 +61,6 @@ from run.run import (
     due,
     finish_saving,
     how_to_resume,
-    pin_early,
     record_settings,
     save_checkpoint,
     saves_end,
@@ -129,7 +129,8 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
-        with run.inputs.training_batches(run.order, run.ranks.device, run.objective, progress.step) as loader:
+        with load_steps(run.inputs.rows, run.order, run.ranks.device, run.objective.count,
+                        progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             if progress.pending_metrics is not None:
                 finish_step(run)
@@ -149,7 +150,6 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
                     record_settings(run)
-                    pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:
                     extension.step_end(run, prepared.batches, result)
@@ -181,6 +181,18 @@ def train_loop(run: Run, reducer: Reducer) -> int:
     for line in (line for extension in run.extensions for line in extension.summary(run)):
         log.info(line, shown="")
     return 0
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed all generators for one step of one rank, so that an objective of your own resumes exactly."""
+    entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
+    torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
+    if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
+        torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(int(entropy) & (2**63 - 1))
+    random.seed(int(entropy))
+    np.random.seed(int(entropy) & 0xFFFFFFFF)
 
 
 @collective
@@ -244,7 +256,7 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     is_lost = run.run_folder.is_lost  # on rank 0, which knows it
     must_stop = torch.full_like(norm, is_lost or run.context.signals.received is not None)
-    has_written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
+    has_written = torch.full_like(norm, run.has_written)
     local_sums = [widened(value).flatten() for value in (*sums.values(), norm, must_stop, has_written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
     *totals, norm_sum, stopping_ranks, written_ranks = [values.sum() for values in all_sums]

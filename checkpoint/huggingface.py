@@ -43,6 +43,11 @@ def huggingface_name(name: str) -> str:
     return f"model.layers.{layer}.{external}{'' if external.endswith('.bias') else '.weight'}"
 
 
+def is_vocabulary(name: str) -> bool:
+    """Return whether a parameter, or its optimizer state, has one row per token id."""
+    return f"{name}.".startswith(tuple(f"{matrix}." for matrix in VOCABULARY))
+
+
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
     """Return the weight with the rows of each rotated head in the order of the other layout."""
     if name.rsplit(".", 2)[-2] not in ROTATED or name.endswith(".lora_A"):

@@ -26,7 +26,6 @@ DTYPES = {"int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "b
           "float16": "F16", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 CARD = "README.md"  # not listed, so that the user may edit it
 GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
-NEWER = "it was written by a newer Paddock; use that version"
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, U
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
 
 if TYPE_CHECKING:  # a start that fails needs neither this nor the time of its import
     import numpy as np
 
-SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
 MAX_LINE_BYTES = 1 << 24  # in a log
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -70,8 +68,8 @@ class Manifest(Known):
 
 
 @dataclass
-class SavedProgress:
-    """The state of a run in a checkpoint besides weights and optimizer."""
+class Progress:
+    """The progress of a run: its state in a checkpoint besides weights and optimizer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_FIELDS
 
@@ -92,6 +90,22 @@ class SavedProgress:
     base_beside: Optional[PathText] = None  # its path relative to the run's folder, in case both are moved
     # Metrics of the last step until its evaluations are complete, which a signal may interrupt.
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights; the learning-rate schedule counts only these."""
+        return self.step - self.skipped_steps
+
+    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
+        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
+        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        if math.isfinite(loss) and loss < best and not loss > first:
+            self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
+            return True
+        if self.step > skip_steps:
+            self.validations_without_best += 1
+        return False
 
 
 class Settings(Open):
@@ -114,7 +128,7 @@ class Scaler(Open):
 class State(Known):
     """A checkpoint's trainer_state.json."""
 
-    progress: SavedProgress
+    progress: Progress
     identity: dict[str, Union[str, int]]
     world_size: WorldSize
     settings: Settings
@@ -218,8 +232,10 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
                    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
         fault = (unknown or faults)[0]
         where = ".".join(map(str, fault["loc"]))[:100] or "its content"
-        problem = (f"{where} is not known to this version: {NEWER}" if unknown
-                   else f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}; copy it again")
+        problem = f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}; copy it again"
+        if unknown:
+            problem = (f"{where} is not known to this version: it was written by a newer Paddock; use that "
+                       "version")
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
 
 
@@ -242,13 +258,6 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
                 yield line, entry
             elif entry:
                 yield line + b"\n", entry
-
-
-def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return (first step, settings file) for each part of a run, in order."""
-    return sorted((int(path.stem.removeprefix("step-")), path)
-                  for path in (run_dir / SEGMENTS).glob("step-*.json")
-                  if path.stem.removeprefix("step-").isdecimal())
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

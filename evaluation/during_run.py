@@ -169,7 +169,7 @@ def validation(run: Run) -> Result:
     error_of = {name: f" ± {error:.3f}" for name, error in logged.items()}
     summary = [f"{name.replace('_', ' ').capitalize()}: {value:.3f}{error_of.get(name, '')}"
                for _, name, value, *_ in table]
-    items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
+    items = json_sha256([inputs.validation_rows.fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
     # JSON has no NaN; seven digits are those of float32.
     shown = "answers" if kind == "pairs" and config.preference_objective == "kto" else kind

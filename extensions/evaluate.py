@@ -55,7 +55,7 @@ from run.build import Base, choose_objective, with_stored_reference
 from run.extensions import Extension, load_extensions
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
-from run.run import Inputs, Progress, Run
+from run.run import Inputs, Run
 from tokenizer import SUPPRESSED, load_tokenizer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
@@ -368,7 +368,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     verified: list[dict[str, Any]] = []  # on rank 0, for all
     ranks.on_rank0(lambda: verified.append(read(config.verify_data)))
     measured = ranks.raise_on_all(lambda: verified[0] if verified else read("never"))
-    inputs, extension = Inputs(tokenizer, None, **measured, fingerprint="", description=""), Evaluate()
+    inputs, extension = Inputs(tokenizer, None, **measured, description=""), Evaluate()
     inputs = ranks.raise_on_all(lambda: extension.inputs(
         config, inputs, config.verify_data if ranks.is_rank0 else "never"))
     for note in chain.from_iterable(choices.notes for choices in inputs.choice_sets):
@@ -381,7 +381,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if any(getattr(source, "truncated", 0) for source in (rows.sources if rows else ())):
         context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
                          "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
-    progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
+    progress = schema.Progress(**store.read_state(folder).get("progress", {"step": 0}))
     run = Run(config, context, inputs, RunFolder(folder.resolve().parents[1]), model.eval(), None, None,
               progress, None, folder, extensions=[extension])
     origin = objective_of or folder

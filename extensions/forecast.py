@@ -19,6 +19,7 @@ import torch
 import lora
 import model_utils
 from checkpoint.model_json import hub_model, read_model_config, read_model_json
+from checkpoint.schema import Progress
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import command, counted, duration, print_safely, show, status_line
@@ -55,7 +56,7 @@ from run.facts import (
     with_tokens,
 )
 from run.folder import RunFolder, has_run
-from run.run import Inputs, Progress, Run, trained_bytes
+from run.run import Inputs, Run, trained_bytes
 from tokenizer import load_tokenizer
 from train import train_step
 
@@ -114,7 +115,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     objective = probe_objective(config, model)
     is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
     run = Run(config, RunContext(ranks, StopSignals(), None), inputs, RunFolder(Path()), model,
-              Optimizer(model, config), None, Progress(), objective, None)
+              Optimizer(model, config), None, Progress(0), objective, None)
     reducer = make_reducer(model, ranks, config, run.optimizer)
     batches = [inputs.rows(each).to(device) for each in inputs.order(config, ranks).micro_batches(0)[:8]]
 
@@ -403,7 +404,7 @@ class Check:
         if config.max_steps < TRIAL_STEPS:
             return
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
-        if table := inputs and inputs.sources(config):
+        if table := inputs and inputs.rows.source_table(config.max_steps * config.rows_read):
             passes, source = max((fact["passes"], f" of {fact['source']}") for fact in table)
         elif inputs and inputs.rows.mixing.is_complete:
             passes = config.max_steps * config.rows_read / len(inputs.rows)

@@ -13,9 +13,15 @@ from typing import Any
 from common.activity import ACTIVITY
 from common.errors import HangError
 from common.text import print_safely
-from parallel import hang
-from parallel.hang import ALARM, ALARM_SECONDS, REMEDY, HangWatchdog, report_sentence
-from parallel.process import write_error_file
+from parallel import process
+from parallel.process import (
+    ALARM,
+    ALARM_SECONDS,
+    HANG_REMEDY,
+    HangWatchdog,
+    report_sentence,
+    write_error_file,
+)
 
 RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for the store to respond
 # Keys in the store: how many ranks have published their status, how many want to report, whether the report
@@ -40,7 +46,7 @@ def report(watchdog: HangWatchdog) -> None:
         together.write({watchdog.rank: own}, is_connected=False)
 
 
-hang.report = report
+process.report_hang = report
 
 
 class HangReport(threading.Thread):
@@ -92,7 +98,7 @@ class HangReport(threading.Thread):
         folder = ACTIVITY.stacks_folder
         where = "above" if folder is None else f"in {folder / 'stacks-rank-*.txt'}"
         report_sentence(f"hang: {who}; no rank made progress for DISTRIBUTED_TIMEOUT="
-                        f"{self.watchdog.timeout:g} s. The stack traces are {where}. {REMEDY}")
+                        f"{self.watchdog.timeout:g} s. The stack traces are {where}. {HANG_REMEDY}")
 
 
 def describe_ranks(ranks: list[int], responds: bool, waits: bool, phase: str, step: int) -> str:

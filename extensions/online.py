@@ -547,7 +547,7 @@ def validation_reward(run: Run) -> Result:
     unread = rollouts.count_misunderstood(every, "validation")
     metrics |= {f"val_{name}": share for name, share in unread.items()}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
-    items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
+    items = json_sha256([run.inputs.validation_rows.fingerprint, rows, config.reward, config.answer_tokens])
     line = {"name": schema.REWARD, "items": items, "kind": "prompts", "n": len(every),
             "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:

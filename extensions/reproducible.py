@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpoint.schema import SavedProgress
+from checkpoint.schema import Progress
 from common.activity import waiting
 from common.errors import SettingsError
 from config import Config
@@ -119,7 +119,7 @@ class ReproducibleReducer(Reducer):
         self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
         *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
 
-    def begin(self, units: Tensor, progress: SavedProgress) -> None:
+    def begin(self, units: Tensor, progress: Progress) -> None:
         """Begin a step whose gradients should be at most 2^gradient_exponent."""
         self.exponent = progress.gradient_exponent
         self.scale = 2.0**(self.bits - self.exponent)
@@ -208,7 +208,7 @@ class ReproducibleReducer(Reducer):
                 dist.all_reduce(sums_R, group=mesh.get_group(SHARD))
         return row_sums(sums_R[None])[0].sqrt()
 
-    def rescale(self, progress: SavedProgress, misfit: float) -> None:
+    def rescale(self, progress: Progress, misfit: float) -> None:
         progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(misfit)[1] + HEADROOM_BITS)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from checkpoint.schema import SavedProgress
+from checkpoint.schema import Progress
 from config import Config
 from learn import optim
 from learn.optim import GroupOptimizer, Muon, Optimizer, Reducer, clip_scale, learning_rate
@@ -274,7 +274,7 @@ class RoundingReducer(Reducer):
             names={rows: f"gradient of {optimizer.names[rows]}" for rows in self.matrices.values()},
             sharded=optimizer.sharded))
 
-    def begin(self, units: Tensor, progress: SavedProgress) -> None:
+    def begin(self, units: Tensor, progress: Progress) -> None:
         super().begin(units, progress)
         self.number = progress.step * self.config.accumulation_steps
         if self.config.update_in_backward:

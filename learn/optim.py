@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.schema import SavedProgress
+from checkpoint.schema import Progress
 from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from config import Config, OptimConfig
@@ -60,7 +60,7 @@ class Reducer:
         self.uses_ddp = ranks.world_size > 1 and not self.is_sharded
         self.model = in_ddp(model, config.gradient_dtype) if self.uses_ddp else model
 
-    def begin(self, units: Tensor, progress: SavedProgress) -> None:
+    def begin(self, units: Tensor, progress: Progress) -> None:
         """Begin a step of so many units. Without any, the gradients are 0, and the loss is NaN."""
         self.loss_scale = (self.ranks.world_size / units.clamp(min=1)).float()  # DDP averages over ranks
 
@@ -89,7 +89,7 @@ class Reducer:
                 nn.utils.vector_to_parameters(self.ranks.all_reduce(shares), gradients)
         return torch.zeros_like(units)
 
-    def rescale(self, progress: SavedProgress, misfit: float) -> None:
+    def rescale(self, progress: Progress, misfit: float) -> None:
         """Choose a scale for a second try of the step, after `reduce` has returned this number."""
 
     @collective

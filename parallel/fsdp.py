@@ -7,7 +7,7 @@ not divided.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Optional, TypeVar
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.activity import waiting
 from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks, collective
 
-T = TypeVar("T")
 ReadRows = Callable[[int, int], Tensor]  # returns rows first..stop of a stored tensor
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import errors
+from common import errors, interrupts
 from common.activity import ACTIVITY, tick, waiting
 from common.errors import HangError, PaddockError, SettingsError
 from common.text import counted, duration
 from parallel import process
-from parallel.hang import HangWatchdog
-from parallel.process import listen_at, restrict_interface
+from parallel.process import HangWatchdog, listen_at, restrict_interface
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 30  # between progress lines of a long computation
@@ -84,12 +83,6 @@ class Ranks:
         with waiting():
             return total.cpu()
 
-    @collective
-    def all_reduce_floats(self, values: Sequence[float]) -> list[float]:
-        if self.world_size == 1:
-            return [float(value) for value in values]
-        return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
-
     def tolist(self, tensor: torch.Tensor) -> list[float]:
         """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
         with waiting():
@@ -97,7 +90,9 @@ class Ranks:
 
     @collective
     def all_agree(self, ok: bool) -> bool:
-        return self.all_reduce_floats([float(not ok)])[0] == 0
+        if self.world_size == 1:
+            return ok
+        return self.tolist(self.all_reduce(torch.tensor([float(not ok)], device=self.device))) == [0]
 
     @collective
     def all_gather_json(self, value, senders: Optional[int] = None) -> list:
@@ -143,7 +138,7 @@ class Ranks:
 
     @collective
     def barrier(self) -> None:
-        self.all_reduce_floats([0])
+        self.tolist(self.all_reduce(torch.zeros(1, device=self.device)))
 
 
 # The class of an error, its text, its errno and the machine; None without an error.
@@ -436,7 +431,7 @@ class StopSignals:
                     line_end = "\n" if os.isatty(2) else ""
                     with suppress(OSError):
                         os.write(2, f"{line_end}{name}: {what_follows_a_signal()}\n".encode())
-            elif now - first_at > process.SECOND_SIGNAL_SECONDS:
+            elif now - first_at > interrupts.REPEAT_SECONDS:
                 rank = os.environ.get("RANK", 0)
                 process.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
                 os._exit(128 + number)

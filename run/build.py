@@ -21,13 +21,14 @@ import model_utils
 from checkpoint import peft, store
 from checkpoint.manifest import MANIFEST
 from checkpoint.model_json import hub_model, name_of_download
+from checkpoint.schema import Progress
 from checkpoint.tensors import read_optimizer
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, PaddockError
 from config import extension_module
 from learn import objectives
 from learn.optim import Optimizer
-from learn.reference_cache import CachedModel, OutputStore, with_reference
+from learn.reference_cache import StoredReference
 from learn.teacher import load_teacher
 from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
@@ -41,7 +42,8 @@ from run import facts
 from run.extensions import load_extensions
 from run.folder import RunFolder
 from run.log import RunLog
-from run.run import Inputs, Progress, Run, trained_bytes
+from run.run import Inputs, Run, trained_bytes
+from run.saving import restore_padding
 
 
 class Base(NamedTuple):
@@ -187,7 +189,7 @@ def open_on_this_machine(plan: Plan, ranks: Ranks, warn: Callable[[str], Any]) -
     """Open the inputs of a rank; the first one of each machine verifies that its copies are the plan's."""
     verifies = ranks.local_rank == 0
     opened = facts.open_inputs(plan.config, verifies, load_extensions(plan.config, warn))
-    if other := differences(plan.identities["data"], facts.identity_of_data(plan.config, opened.inputs)):
+    if other := differences(plan.identities["data"], facts.identity_of_data(opened.inputs)):
         raise DataError(f"{plan.config.data_path} is not the data of the first machine (other "
                         f"{', '.join(other)}); copy it to this machine")
     if verifies and plan.start.folder:
@@ -219,11 +221,11 @@ def adapted_on_meta(plan: Plan, vocab_size: int, dtype: torch.dtype, generator: 
 def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer, optimizer: Optimizer, scaler
             ) -> Progress:
     """Restore the state of optimizer and loss scaler; return the progress, and where the run started."""
-    config, start, progress = plan.config, plan.start, Progress()
+    config, start, progress = plan.config, plan.start, Progress(0)
     if state:
         progress = Progress(**state["progress"])
         tensors = read_optimizer(Path(start.folder))
-        optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
+        optimizer.load_state_tensors(restore_padding(tensors, model))
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
     if not start.is_own and config.start_step is not None:  # restart all counters that depend on the step
@@ -308,17 +310,17 @@ def with_stored_reference(run: Run, base: Base, mesh: Optional[DeviceMesh] = Non
     Raises Interrupted if a rank received a stop signal.
     """
     config, inputs = run.config, run.inputs
-    outputs = OutputStore(dataloaders.cache_of(config), run.context)
     identity = model_identity(base.sha256, config)
     provenance = {"weights_sha256": base.sha256, "config_sha256": identity["config"],
                   "compute_dtype": str(run.model.compute_dtype)}
     if base.adapters:
         provenance["adapters"] = f"{base.adapters['sha256']} {config.lora_alpha:g} {config.lora_rslora}"
-    model = CachedModel(provenance, base.find, cache(lambda folder: load_reference(folder, run, base, mesh)))
+    load = cache(lambda folder: load_reference(folder, run, base, mesh))
+    reference = StoredReference(provenance, base.find, load, dataloaders.cache_of(config), run.context)
 
     def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
         read = iter(rows.first_batches(count, seed, config.micro_batch_size) if rows else ())
-        return rows and rows.map(lambda source: with_reference(outputs, source, next(read), split, model))
+        return rows and rows.map(lambda source: reference.of_rows(source, next(read), split))
 
     rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
     held_out = attach("validation", inputs.validation_rows, config.validation_rows)

@@ -159,7 +159,7 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     if own and rows and rows.fingerprint == train.fingerprint:
         own += ": the same tokens that the run trains on"
     held_out += (f" ({own})" if rows else f" ({own} is not read: VALIDATE_EVERY=0)") if own else ""
-    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
+    return Inputs(tokenizer, train, **evaluated,
                   description=f"{train.describe()}{held_out} from {config.data_path}")
 
 
@@ -167,22 +167,22 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
     """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
     rows = dataloaders.open_rows(config, "validation", tokenizer, verify) if config.validate_every else None
     choice_sets = config.choice_sets if config.hellaswag_every else ()
-    return {"validation_rows": rows, "validation_fingerprint": rows.fingerprint if rows else "",
+    return {"validation_rows": rows,
             "choice_sets": [read_choice_set(choices, tokenizer, config) for choices in choice_sets]}
 
 
 # ---------------------------------------------------------------------------------------- identities
 
 
-def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
+def identity_of_data(inputs: Inputs) -> dict[str, Any]:
     """Return the identity of the prepared data that a run reads."""
-    prepared = []
+    prepared, held_out = [], inputs.validation_rows
     for source in inputs.rows.sources:
         prepared.append({})  # token files of other programs have no manifest
         for name in ("journal.json", "manifest.json"):
             with suppress(OSError, ValueError):
                 prepared[-1] = read_json(source.token_set.folder / name).get("settings", {})
-    return {"tokens": inputs.fingerprint, "held_out": inputs.validation_fingerprint,
+    return {"tokens": inputs.rows.fingerprint, "held_out": held_out.fingerprint if held_out else "",
             "tokenizer": inputs.tokenizer.sha256,
             "template": [each.get("chat_format_sha256", "") for each in prepared],
             "system_prompt": [each.get("system_prompt", "") for each in prepared]}
@@ -191,7 +191,7 @@ def identity_of_data(config: Config, inputs: Inputs) -> dict[str, Any]:
 def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
     """Return the plan with the identities of data, base and teacher, compared with the record."""
     config, start, messages = plan.config, plan.start, list[str]()
-    tokenizer, data = inputs.tokenizer, identity_of_data(config, inputs)
+    tokenizer, data = inputs.tokenizer, identity_of_data(inputs)
     identities: dict[str, Identity] = {"data": data}
     if start.folder and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         identities["start"] = identity_of_start(Path(start.folder))  # for the other machines

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Optional
 
-from checkpoint.schema import SCHEMAS, SEGMENTS, segment_files
+from checkpoint.schema import SCHEMAS
 from checkpoint.store import Warn, warn_on_console
 from common.errors import CheckpointError
 from common.files import FileLock, disk_errors
@@ -23,6 +23,7 @@ from config import Config
 from run.log import REPORT
 
 LOCK = "run.lock"
+SEGMENTS = "configs"  # subfolder with the settings by first step
 DATA = "data.json"  # the sources of a mixture and their shares
 # Patterns of the files that a run writes. Once the checkpoints have moved, the run counts as moved aside.
 RUN_FILES = ("checkpoints", "config.json", SEGMENTS, *SCHEMAS, DATA, REPORT, "log", "power*.csv", "profile",
@@ -113,6 +114,13 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
                 yield
                 return
     raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
+
+
+def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return (first step, settings file) for each part of a run, in order."""
+    return sorted((int(path.stem.removeprefix("step-")), path)
+                  for path in (run_dir / SEGMENTS).glob("step-*.json")
+                  if path.stem.removeprefix("step-").isdecimal())
 
 
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict],

@@ -18,7 +18,7 @@ import torch
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.schema import SEGMENTS, SavedProgress
+from checkpoint.schema import Progress
 from checkpoint.store import CHECKPOINT_NAME
 from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
@@ -27,12 +27,12 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors, sync, sync_folder
 from common.text import counted
 from config import Config
-from dataloaders import RowOrder, Rows, load_steps
+from dataloaders import RowOrder, Rows
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import device_name, saved_rows
+from model_utils import device_name
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
@@ -41,7 +41,7 @@ from plan.starts import is_inside
 from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.saving import PendingSave, RankShard
+from run.saving import PendingSave, RankShard, saved_rows
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,12 @@ class Inputs:
     rows: Rows  # training split
     validation_rows: Optional[Rows]
     choice_sets: list[ChoiceSet]  # HellaSwag and EVAL_TASKS
-    validation_fingerprint: str
-    fingerprint: str  # hash of the training split
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         micro_batch_size = config.micro_batch_size // config.answers_per_prompt
         return RowOrder(self.rows.mixing, config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
                         ranks.world_size)
-
-    def sources(self, config: Config) -> list[dict[str, Any]]:
-        return self.rows.source_table(config.max_steps * config.rows_read)
 
     def identity(self, config: Config, plan: Optional[Plan] = None, saved: Mapping[str, Any] = {}
                  ) -> dict[str, Any]:
@@ -72,8 +67,8 @@ class Inputs:
         """
         saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
-        identity = {"HIDDEN_DIM": config.hidden_dim,
-                    f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
+        data = f"{config.training_stage.upper()}_DATA_PATH"
+        identity = {"HIDDEN_DIM": config.hidden_dim, data: self.rows.fingerprint, "TOKENIZER_PATH": sha256}
         if plan and "teacher" in plan.identities:
             identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
         if plan and "reference_adapters" in plan.identities:
@@ -86,32 +81,6 @@ class Inputs:
         for source in self.rows.sources:
             used[source.token_set.used_ids()] = True
         return np.flatnonzero(used).tolist()
-
-    def training_batches(self, order: RowOrder, device: torch.device, objective: Objective, first_step: int):
-        return load_steps(self.rows, order, device, objective.count, first_step)
-
-
-@dataclass
-class Progress(SavedProgress):
-    """The progress of a run, saved in checkpoints."""
-
-    step: int = 0
-
-    @property
-    def updates(self) -> int:
-        """Steps that changed the weights; the learning-rate schedule counts only these."""
-        return self.step - self.skipped_steps
-
-    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
-        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
-        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
-        best = math.inf if self.best_val_loss is None else self.best_val_loss
-        if math.isfinite(loss) and loss < best and not loss > first:
-            self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
-            return True
-        if self.step > skip_steps:
-            self.validations_without_best += 1
-        return False
 
 
 class StepResult(NamedTuple):
@@ -158,6 +127,11 @@ class Run:
     ranks = property(lambda self: self.context.ranks)
     log = property(lambda self: self.context.log)
     folder = property(lambda self: self.run_folder.path)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint that is being saved."""
+        return self.saving is not None and not (self.saving.thread and self.saving.thread.is_alive())
 
     @property
     def saves_best(self) -> bool:
@@ -240,7 +214,7 @@ def start_writing(run: Run) -> None:
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
-            shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
+            shutil.rmtree(run.folder / run_folder.SEGMENTS, ignore_errors=True)
         # The checkpoints that this run needs to continue: teacher, base or reference.
         needed = [identities[name]["folder"] for name in ("teacher", "reference_adapters")
                   if name in identities]
@@ -288,9 +262,10 @@ def how_to_resume(run: Run) -> str:
 def record_settings(run: Run) -> None:
     """Write the settings of this process's steps into the run's folder."""
     plan, first, settings = run.plan, run.progress.step + 1, run.config.public() | run.facts
+    sources = run.inputs.rows.source_table(run.config.max_steps * run.config.rows_read)
     kept = {"sources": dict(plan.sources), "start": plan.start._asdict(), "identities": plan.identities}
     run.ranks.on_rank0(lambda: None if run.run_folder.is_lost else run_folder.write_segment(
-        run.folder, first, settings, run.inputs.sources(run.config), kept))
+        run.folder, first, settings, sources, kept))
 
 
 @collective
@@ -324,19 +299,6 @@ def files_of(run: Run, weights: Mapping[str, LazyTensor], moments: Mapping[str, 
         tensors = huggingface.to_huggingface(weights, config, vocab_size)
         files = huggingface.weight_files(tensors, config.head_dim)
     return files | {store.OPTIMIZER: TensorFile(moments, block_multiple=config.head_dim)}
-
-
-@collective
-def pin_early(run: Run) -> None:
-    """On a GPU, allocate the copies after the first step, which compiles: pinning takes seconds.
-
-    The optimizer's state exists only now, and the first save would pay otherwise.
-    """
-    config = run.config
-    if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
-        with phase("save"):
-            weights, moments = tensors_to_save(run)
-            run.shard.allocate(weights | moments)
 
 
 @phase("save")

@@ -13,12 +13,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from checkpoint import store
+from checkpoint import huggingface, store
 from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile, lazy
 from common.activity import Background, tick
 from common.files import disk_errors, free_host_memory, sync
 from common.text import once
+from model import Transformer, padded
 from parallel.fsdp import is_divided, send_rows
 from parallel.ranks import Ranks, collective
 
@@ -30,6 +31,20 @@ Warn = Callable[[str], None]
 def pinned_bytes(size: int) -> int:
     """Return the host memory for `size` pinned bytes, which torch rounds up to a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
+
+
+def saved_rows(name: str, tensor: Tensor, model: Transformer) -> int:
+    """Return the rows of a parameter, or of its optimizer state, without those of padded ids."""
+    if huggingface.is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
+        return model.vocab_size
+    return tensor.shape[0] if tensor.shape else 1
+
+
+def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
+    """Return a saved optimizer state with rows of zeros for padded ids, which get no gradient."""
+    rows = padded(model.vocab_size)
+    return {name: tensor.padded(rows) if huggingface.is_vocabulary(name) and tensor.shape else tensor
+            for name, tensor in tensors.items()}
 
 
 class RankShard:
@@ -129,10 +144,6 @@ class PendingSave:
     in_background: bool = False
     thread: Optional[Background] = None
     blocked: float = 0.0  # seconds in which training stopped for it
-
-    @property
-    def is_done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
 
     def start(self, copied_files: Mapping[str, TensorFile]) -> None:
         """Write these files, which contain copies, in a thread, which calls no collective."""

@@ -531,7 +531,7 @@ def stop_twice(error: type[Exception]) -> None:
 
     def handle(number: int, frame: Any) -> None:
         now = time.monotonic()
-        if not received or len(received) < 2 and now - received[0] > process.SECOND_SIGNAL_SECONDS:
+        if not received or len(received) < 2 and now - received[0] > interrupts.REPEAT_SECONDS:
             received.append(now)
             raise error(f"got {signal.Signals(number).name}", signal.Signals(number))
 

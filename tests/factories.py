@@ -26,6 +26,7 @@ import torch
 
 import train
 from checkpoint import huggingface, model_json, peft, store
+from checkpoint.schema import Progress
 from checkpoint.tensors import TensorFile, read_all, write_files
 from config import Config, ModelConfig
 from data_pipeline.vocabulary import train_bpe, write_tiktoken
@@ -42,7 +43,6 @@ from plan.command_line import plan_on_rank0
 from plan.make import make_plan
 from run import folder as run_folder
 from run.log import CLOCKS
-from run.run import Progress
 
 FILES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "files.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
@@ -419,7 +419,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     model = new_model(config, 512, seed=1)
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
-                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
+                          objective=choose(config), progress=Progress(0, recent_losses=[*recent_losses], gradient_exponent=exponent), has_written=False,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
                           run_folder=SimpleNamespace(is_lost=False), context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     reducer = make_reducer(model, ranks, config, run.optimizer)

@@ -16,6 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lora
+from checkpoint.schema import Progress
 from config import Config, ModelConfig
 from dataloaders import Batch
 from extensions.forecast import probe_objective
@@ -29,7 +30,6 @@ from model import Transformer
 from model_kernels import matmul
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
-from run.run import Progress
 
 
 class Traced(NamedTuple):
@@ -125,7 +125,7 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                 if config.reproducible:
                     reducer = ReproducibleReducer(model, ranks, config)
                 if config.reproducible or config.special_update:
-                    reducer.begin(units, Progress())
+                    reducer.begin(units, Progress(0))
                 for number in range(1, micro_batches + 1):
                     with reducer.add(0, is_last=number == micro_batches):
                         batch = Batch(tokens_BT, tokens_BT, ids_BT, stored={**stored})

@@ -63,7 +63,7 @@ def test_a_loss_scaler_changes_nothing_but_skips_what_overflows():
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = run_module.Run(config, SimpleNamespace(ranks=None, log=None), *[None] * 5, run_module.Progress(), None, None)
+    run = run_module.Run(config, SimpleNamespace(ranks=None, log=None), *[None] * 5, run_module.Progress(0), None, None)
     for updated in (True, False, True):
         run.advance(run_module.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
@@ -229,7 +229,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
 
 
 def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
-    progress, best = run_module.Progress(), []
+    progress, best = run_module.Progress(0), []
     for step, loss in enumerate((2.0, 1.5, 1.5, math.nan, 1.6, 1.4), 1):
         progress.step = step
         best.append(progress.note_validation(loss, skip_steps=3))

@@ -21,7 +21,7 @@ import torch
 
 from checkpoint import store
 from checkpoint.manifest import MANIFEST
-from checkpoint.schema import read_entries, segment_files
+from checkpoint.schema import read_entries
 from checkpoint.tensors import read_optimizer
 from common import __version__
 from common.errors import CheckpointError, PaddockError, SettingsError
@@ -31,6 +31,7 @@ from config import Config
 from extensions.debug.replay import examine_rows, open_run, read_settings, read_step_log, replay_before
 from model_utils import choose_device, device_name
 from plan.layers import Layer
+from run.folder import segment_files
 
 NO_FLAGS = Layer()
 # What the repeated steps do not need. Validation stays: it counts for early stopping.

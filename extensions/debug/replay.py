@@ -21,17 +21,17 @@ from tqdm import tqdm
 
 import train
 from checkpoint import store
-from checkpoint.schema import read_entries, segment_files
+from checkpoint.huggingface import is_vocabulary
+from checkpoint.schema import read_entries
 from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.files import read_json
 from common.text import counted, printable, show
 from config import Config, rules
-from dataloaders import Batch, Rows, SourceRows
+from dataloaders import Batch, Rows, SourceRows, load_steps
 from extensions.guards import FirstBad, describe_tensors
 from learn.objectives import token_logprobs
 from learn.optim import gradient_norm, learning_rate, make_reducer
 from model_kernels.head import IGNORE_INDEX
-from model_utils import is_vocabulary
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.layers import Layer
 from plan.make import Plan
@@ -41,7 +41,7 @@ from plan.starts import Asked, Known, Start, find_first
 from run.build import build
 from run.extensions import load_extensions
 from run.facts import find_base, open_inputs, prepare_device, with_identities, with_tokens
-from run.folder import RunFolder
+from run.folder import RunFolder, segment_files
 from run.run import Run, StepResult
 from run.step_log import median_and_deviation, rows_crc32
 
@@ -287,7 +287,7 @@ def replay_before(run: Run, step: int, step_log: dict[int, dict[str, Any]]) -> t
     if first == step:
         return start, True
     order, device = run.inputs.order(run.config, run.ranks), run.ranks.device
-    with run.inputs.training_batches(order, device, run.objective, run.progress.step) as loader:
+    with load_steps(run.inputs.rows, order, device, run.objective.count, run.progress.step) as loader:
         title = f"Replaying steps {first} to {step - 1}"
         for now in tqdm(range(first, step), desc=title, unit="step", delay=2, leave=False, disable=None):
             result = take_step(run, *next(loader))

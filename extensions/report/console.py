@@ -15,6 +15,7 @@ import torch
 import lora
 import model_utils
 from checkpoint import store
+from checkpoint.huggingface import is_vocabulary
 from common.activity import tick
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
@@ -27,7 +28,6 @@ from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel
-from model_utils import is_vocabulary
 from run.log import ranks_differ
 from run.run import Inputs, Run
 
@@ -117,7 +117,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
             notes.append(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
                          f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
                          "on, so their loss says less about others; leave them out of one of both sets")
-    if table := inputs.sources(config):
+    if table := inputs.rows.source_table(config.max_steps * config.rows_read):
         lines = describe_sources(inputs.rows.mixture, table)
         return [inputs.description, *(f"  {line}" for line in lines), *notes]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared

@@ -29,6 +29,7 @@ from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learn
 from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
 from plan.command_line import describe_settings
+from run.folder import segment_files
 
 TAIL_BYTES = 256  # compared to detect that a log was replaced
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
@@ -137,7 +138,7 @@ def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
     """Yield the first step, number of ranks and changed settings of each start of a run."""
     before: dict[str, Any] = {}
-    for first, path in schema.segment_files(folder):
+    for first, path in segment_files(folder):
         fields = read_fields(path, RunSettings, Counter() if aside is None else aside)
         settings = {name: value for name, value in fields.items() if name.isupper()}  # and not the plan
         changes = [{"name": name, "before": setting_text(before[name]), "after": setting_text(value)}

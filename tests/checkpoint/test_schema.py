@@ -9,8 +9,8 @@ import pytest
 from factories import UNMEASURED, TinyRun, rehash
 
 from checkpoint import store
+from checkpoint.schema import Progress
 from common.errors import CheckpointError
-from run.run import Progress
 
 GONE = object()
 WRONG = (GONE, None, "\0", -1, 1.5, 10**30, True, [None], {})

@@ -13,7 +13,8 @@ from common.errors import CheckpointError
 from config import ModelConfig, OptimConfig
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import load_weights, restore_padding, saved_rows
+from model_utils import load_weights
+from run.saving import restore_padding, saved_rows
 
 
 def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):

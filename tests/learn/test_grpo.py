@@ -280,6 +280,8 @@ def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_e
     rewards = [0.0, 1.0, None, 4.0, 100.0]
 
     class HeldOut(list):
+        fingerprint = ""
+
         def __call__(self, indices):
             return indices.tolist()
 
@@ -288,7 +290,7 @@ def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_e
         reward=lambda prompts, _: [Answer(1, True, rewards[each], [], "failed" * (rewards[each] is None), "", f"prompt {each}") for each in prompts])
     run = SimpleNamespace(
         config=Config(training_stage="grpo", validation_rows=4, micro_batch_size=3), ranks=Ranks(), objective=SimpleNamespace(rollouts=rollouts),
-        inputs=SimpleNamespace(validation_rows=HeldOut(rewards), validation_fingerprint=""), context=SimpleNamespace(progress=lambda parts, *_: parts))
+        inputs=SimpleNamespace(validation_rows=HeldOut(rewards)), context=SimpleNamespace(progress=lambda parts, *_: parts))
     result = validation_reward(run)
     assert result.metrics == pytest.approx({"val_reward": 5 / 3, "val_reward_stderr": np.std([0, 1, 4], ddof=1) / 3**0.5, "val_answers_misunderstood": 0.25})
     assert [each["prompt"] for each in result.line["texts"]] == [f"prompt {number}" for number in range(4)] and "reward" not in result.line

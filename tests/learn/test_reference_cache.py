@@ -15,21 +15,19 @@ from factories import UNMEASURED
 from common.files import FileLock
 from data_pipeline.shards import Cache
 from learn import reference_cache
-from learn.reference_cache import OutputStore
+from learn.reference_cache import StoredReference
 from parallel.ranks import Interrupted, Ranks, RunContext
 
 
 def get_or_compute(folder: Path, work=lambda: None, signals=SimpleNamespace(received=None), info=[].append) -> str:
     """Return the text that is stored beside data in the folder, and is the process that computed it."""
-    def compute(path: Path, may_write: bool) -> str | None:
-        if not path.exists() and may_write:
+    rows = SimpleNamespace(token_set=SimpleNamespace(folder=folder), fingerprint="d")
+    context = RunContext(Ranks(), signals, SimpleNamespace(info=info))
+    with StoredReference({}, None, None, Cache(folder / "cache"), context).locked(rows, "key") as path:
+        if not path.exists():
             work()
             path.write_text(threading.current_thread().name)
-        return path.read_text() if path.exists() else None
-
-    rows = SimpleNamespace(token_set=SimpleNamespace(folder=folder), fingerprint="d")
-    outputs = OutputStore(Cache(folder / "cache"), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
-    return outputs.get_or_compute("key", rows, compute)
+        return path.read_text()
 
 
 def test_of_two_jobs_one_computes_and_the_other_waits(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import MODES, ONLINE, UNMEASURED, TinyRun, assert_same_run, model_without_weights
 
+from checkpoint.schema import Progress
 from checkpoint.tensors import open_tensors, read_all
 from config import Config
 from extensions import rounding
@@ -16,7 +17,6 @@ from learn.optim import Optimizer, clip_scale
 from model_utils import build_model
 from parallel.ranks import Ranks
 from plan.make import make_plan
-from run.run import Progress
 
 BF16 = {"WEIGHT_DTYPE": "bf16", "OPTIMIZER_DTYPE": "bf16"}
 MUON, BACKWARD = {"OPTIMIZER": "muon"}, {"UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}
@@ -142,7 +142,7 @@ def test_every_update_has_other_bits(optimizer):
 def test_every_sum_of_micro_batches_has_other_bits():
     """1 + 2**-10 is an eighth of the way to the next bf16 number, which an eighth of all sums become."""
     config = Config(weight_dtype="bf16", compile=False, max_seq_len=32, micro_batch_size=1, total_batch_size=64)
-    model, progress, sums = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), Progress(), []
+    model, progress, sums = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), Progress(0), []
     reducer = rounding.RoundingReducer(model, Ranks(), config, Optimizer(model, config))
     for progress.step in range(60):
         reducer.begin(torch.tensor(1), progress)
@@ -191,7 +191,7 @@ def test_clipping_in_the_backward_pass_divides_matrices_by_the_norm_of_the_step_
     """An own loop in float64 has the gradients of a loss that is linear in all parameters; vectors have this step's norm."""
     config = Config(update_in_backward="clipped", max_grad_norm=0.5, learning_rate=0.01, warmup_steps=0, lr_schedule="constant",
                     weight_decay=0.1, compile=False)
-    model, progress, generator = torch.nn.Linear(6, 5), Progress(), torch.Generator().manual_seed(0)
+    model, progress, generator = torch.nn.Linear(6, 5), Progress(0), torch.Generator().manual_seed(0)
     optimizer, starts = Optimizer(model, config), {name: each.detach().clone() for name, each in model.named_parameters()}
     reducer, clipped, norms = rounding.RoundingReducer(model, Ranks(), config, optimizer), {name: [] for name in starts}, []
     for size in (1.0, 9.0, None, 0.01, 2.0):

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from checkpoint.huggingface import to_huggingface
+from checkpoint.schema import Progress
 from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import first_micro_batch
@@ -36,7 +37,6 @@ from learn.objectives import LossSum, NextToken
 from model import Dropout, choose_masks
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
-from run.run import Progress
 from train import accumulate_gradients
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain", "DROPOUT": 0.2}
@@ -79,7 +79,7 @@ UNITS = torch.tensor(37.0, dtype=torch.float64)
 def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, float]:
     model = nn.Linear(7, 5, bias=False)
     exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(gradients)))
-    exact.begin(UNITS, Progress(gradient_exponent=exponent))
+    exact.begin(UNITS, Progress(0, gradient_exponent=exponent))
     for gradient in gradients:
         with exact.add(step=0, is_last=False):
             (model.weight * gradient).sum().backward()
@@ -88,7 +88,7 @@ def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, float]:
 
 
 def exponent_for(largest: float) -> int:
-    progress = Progress()
+    progress = Progress(0)
     ReproducibleReducer.rescale(None, progress, largest)
     return progress.gradient_exponent
 
@@ -117,7 +117,7 @@ def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_th
         run = SimpleNamespace(config=config, model=model, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
                               objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None), phase=lambda name: nullcontext())
         reducer = ReproducibleReducer(model, run.ranks, config)
-        reducer.begin(UNITS, Progress())
+        reducer.begin(UNITS, Progress(0))
         count = first_micro_batch(4, rank + 1, ranks) - first_micro_batch(4, rank, ranks)
         accumulate_gradients(run, reducer, [batch] * count)
     choose_masks(model, config.seed, 3, 0, 8)
@@ -186,7 +186,7 @@ def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fraction
     model, batches = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 512), uneven_batches(2)
     reference = in_transformers(model).double()
     exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(batches)))
-    exact.begin(UNITS, Progress(gradient_exponent=8))
+    exact.begin(UNITS, Progress(0, gradient_exponent=8))
     sums = {name: [Fraction(0)] * weight.numel() for name, weight in reference.named_parameters()}
     for batch in batches:
         with exact.add(step=0, is_last=False):

@@ -25,7 +25,7 @@ EVERYTHING = {"training_stage": "dpo", "lora_enabled": True, "distillation_enabl
 
 def identity(config: Config, data: str, tokenizer: str) -> dict:
     tokenizer = SimpleNamespace(sha256=tokenizer, is_same=lambda other: other == tokenizer)
-    return Inputs.identity(SimpleNamespace(fingerprint=data, tokenizer=tokenizer), config)
+    return Inputs.identity(SimpleNamespace(rows=SimpleNamespace(fingerprint=data), tokenizer=tokenizer), config)
 
 
 def compared(state: dict, now: Config, now_identity: dict, sources: Mapping | None = None, **start) -> Changes:

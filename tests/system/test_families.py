@@ -8,6 +8,7 @@ from factories import LORA, UNMEASURED, TinyRun, assert_same_run, in_transformer
 from torch.nn import functional as F
 
 from config import Config
+from dataloaders import load_steps
 from extensions.inference.engine import generate
 from extensions.inference.weights import find_model, load_to_generate
 from learn.objectives import NextToken
@@ -33,7 +34,7 @@ def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[lis
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                                   betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     losses = []
-    with inputs.training_batches(inputs.order(config, Ranks()), Ranks().device, NextToken(), 0) as steps:
+    with load_steps(inputs.rows, inputs.order(config, Ranks()), Ranks().device, NextToken().count) as steps:
         for step in range(STEPS):
             batches, count = next(steps)
             total = torch.zeros(())
@@ -92,7 +93,7 @@ def test_every_stage_trains_a_family(family, stages, tmp_path):
     config = make_plan(runs["sft"].argv(), {}).config
     reference = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
     inputs = read_inputs(config, verify=False)
-    with inputs.training_batches(inputs.order(config, Ranks()), Ranks().device, NextToken(), 0) as steps, torch.no_grad():
+    with load_steps(inputs.rows, inputs.order(config, Ranks()), Ranks().device, NextToken().count) as steps, torch.no_grad():
         (batches, count), total = next(steps), 0.0
     for tokens, targets, documents in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()

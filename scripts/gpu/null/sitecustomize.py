@@ -50,10 +50,10 @@ def ranks(module) -> None:
         if frame.f_code.co_name == "train_step":
             import torch
 
-            saving, first = frame.f_locals["run"].saving, len(frame.f_locals["means"])
+            run, first = frame.f_locals["run"], len(frame.f_locals["means"])
             names = frame.f_globals["StepNumbers"]._fields
             numbers = {"units": 1.0, "norm": 1.0, "norm_sum": 1.0,
-                       "written_ranks": float(saving is not None and saving.is_done)}
+                       "written_ranks": float(run.has_written)}
             values[first:first + len(names)] = [numbers.get(name, 0.0) for name in names]
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
             print(f"NULL peak {peak} reserved {reserved}", flush=True)

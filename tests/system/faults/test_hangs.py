@@ -22,9 +22,9 @@ from common.activity import ACTIVITY, foreign_call, waiting
 from common.errors import DataError
 from extensions import hang_report
 from learn import objectives
-from parallel import hang
+from parallel import process
 from parallel import ranks as collectives
-from parallel.hang import HangWatchdog
+from parallel.process import HangWatchdog
 
 TIMEOUT = 2  # seconds
 
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, mes
 def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
     """Without the extension: the stacks, where this rank is, the remedy and the exit code."""
     left, may_return = SimpleQueue(), threading.Event()
-    monkeypatch.setattr(hang, "report", None)
+    monkeypatch.setattr(process, "report_hang", None)
     monkeypatch.setattr(os, "_exit", lambda code: (left.put(code), may_return.wait()))
     watch = HangWatchdog(torch.distributed.HashStore(), 0, 1, 0.2, True)
     assert left.get(timeout=PATIENCE) == 6
@@ -133,7 +133,7 @@ def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
     error = capfd.readouterr().err
     assert "in test_the_core_alone_reports_the_hang_of_its_rank" in error, "the stacks"
     assert error.endswith(f"error: hang: rank 0 is in {ACTIVITY.phase} (step {ACTIVITY.step}); no rank made progress for "
-                          f"DISTRIBUTED_TIMEOUT=0.2 s. {hang.REMEDY}\n")
+                          f"DISTRIBUTED_TIMEOUT=0.2 s. {process.HANG_REMEDY}\n")
 
 
 def start_stuck(in_group: bool) -> None:
@@ -195,8 +195,8 @@ def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
     job = tiny_run().start(WORLD, pause, DISTRIBUTED_TIMEOUT=TIMEOUT)
     job.wait_for("here")
     for number in (signal.SIGSTOP, signal.SIGCONT):
-        for process in job.processes:
-            os.kill(process.pid, number)
+        for each in job.processes:
+            os.kill(each.pid, number)
         time.sleep(TIMEOUT + 1)
     assert job.wait() == [0, 0], job.text()
 

@@ -20,7 +20,7 @@ def check_collectives() -> None:
     places = listening(os.getpid())
     assert len(places) == 1 + ranks.is_rank0 and all(address.is_loopback for address, _ in places), "gloo's, and rank 0's store"
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface() in os.environ["NCCL_SOCKET_IFNAME"]
-    assert ranks.all_reduce_floats([ranks.rank + 1, 0.5]) == [3.0, 1.0]
+    assert ranks.all_gather_json([ranks.rank + 1, 0.5]) == [[1, 0.5], [2, 0.5]]
     assert ranks.all_agree(True) and not ranks.all_agree(ranks.rank == 0) and not ranks.all_agree(False)
     for value in (None, {"step": [1, 2.5, "Grüße"]}, ""):
         assert ranks.on_rank0(lambda value=value: value if ranks.is_rank0 else 1 / 0) == value
