@@ -151,11 +151,12 @@ def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
 
 
 def test_a_narrow_start_gets_a_higher_rate():
-    """muP: the rate scales with 1 / width."""
+    """muP: the rate scales with 1 / width, and that of SFT by more."""
     model_without_weights(Path("base"), dim=256)
+    assert load(*SFT, "--lora-enabled").config.learning_rate == 2e-4 * 2048 / 256
     loaded = load(*SFT)
-    assert loaded.config.learning_rate == 2e-5 * 2048 / 256
-    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00016, EPOCHS=3" in " ".join(loaded.notes)
+    assert loaded.config.learning_rate == pytest.approx(2e-5 * (2048 / 256) ** 1.4, rel=0.02)
+    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00037, EPOCHS=3" in " ".join(loaded.notes)
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [

@@ -32,6 +32,7 @@ TEMPLATE = ("{{ bos_token }}{% for each in messages %}{% if each.role == 'assist
             "{{ each.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ each.content }}{% endif %}\n"
             "{% endfor %}")
 SHORTEST = (2048, 1, "block")
+LARGE_DISK = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=2**50)"
 
 
 def write(path: Path, content: Any) -> None:
@@ -109,7 +110,7 @@ def peak_of(task: Task, preset: str, method: str, memory: int, how: tuple[int, i
              for name, value in settings.items()}
     flags = (f"--{name.replace('_', '-')}={text}" for name, text in texts.items())
     env = {"NULL_MIB": str(memory * 1024), "NULL_STEPS": "2", "NULL_HOLDS": "0"}
-    code, output = task.train(*flags, env=env)
+    code, output = task.train(*flags, prelude=LARGE_DISK, env=env)
     peaks = [int(line.split()[2]) for line in output.splitlines() if line.startswith("NULL peak")]
     if code and "out of memory" not in output:
         task.note(fault=f"{preset}, {method}, {memory} GB: exit code {code}")
