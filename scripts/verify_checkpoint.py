@@ -44,6 +44,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return [folder]
     checkpoints = sorted(path for inner in (folder, folder / "checkpoints") for path in inner.glob("step-*"))
     if not checkpoints:
+        if (folder / "metrics.jsonl").exists():
+            raise CheckpointError(f"the run {folder} has no checkpoint to verify")
         kind = ("the model was not written by Paddock" if (folder / "config.json").exists()
                 else "the folder contains no checkpoint")
         raise CheckpointError(f"{folder} has no {MANIFEST} to verify: {kind}. If this is an incomplete copy, "

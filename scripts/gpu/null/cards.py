@@ -44,7 +44,7 @@ def make_tokenizer(folder: Path, size: int) -> Path:
     """Write a tokenizer of bytes, with as many ids as the model's own."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    words = [BEGIN, END, *ByteLevel.alphabet()]
+    words = [BEGIN, END, *sorted(ByteLevel.alphabet())]
     words += [f"unused {number}" for number in range(len(words), size)]
     special = [{"id": number, "content": word, "single_word": False, "lstrip": False, "rstrip": False,
                 "normalized": False, "special": True} for number, word in enumerate((BEGIN, END))]
