@@ -95,7 +95,7 @@ def peak_of(task: Task, preset: str, method: str, memory: int, how: tuple[int, i
     settings: dict[str, Any] = {
         "preset": preset, "training_stage": "sft", "device": "cuda", "max_seq_len": length,
         "micro_batch_size": rows, "activation_checkpointing": recomputed, "async_save": False,
-        "total_batch_size": length * (rows if changes.get("update_in_backward") else 32),
+        "total_batch_size": length * rows * (1 if changes.get("update_in_backward") else 2),
         "sft_data_path": prepared(task.folder, MODELS[preset]),
         "output_dir": task.runs, "run_name": re.sub(r"\W+", "-", f"{preset} {method} {memory}"),
         "learning_rate": 1e-5, "warmup_steps": 0, "max_steps": 3, "drift_check_every": 0, "report": False,
@@ -124,6 +124,8 @@ def main() -> None:
                         help="for the sample, models, runs and table")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], metavar="METHOD",
                         help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--cards", nargs="+", type=int, choices=CARDS, default=CARDS, metavar="GB",
+                        help=f"of {', '.join(map(str, CARDS))}")
     options = parser.parse_args()
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ def main() -> None:
     lines = ["| trained | card | model | peak GiB | the next larger one |", "|---|---|---|---|---|"]
     faults = 0
     for method in options.methods:
-        for memory in CARDS:
+        for memory in options.cards:
             ways = {preset: largest_that_fits(preset, method, memory) for preset in MODELS}
             fitting = [preset for preset, how in ways.items() if how and how[0] >= SHORTEST[0]]
             larger = [*MODELS][[*MODELS].index(fitting[-1]) + 1 if fitting else 0:][:1]
