@@ -135,8 +135,10 @@ def main() -> None:
                 show(f"{checkpoint}: {error}")
                 damaged.append(str(checkpoint))
     if damaged:
+        others = "; training and other commands skip them" if len(damaged) < count else ""
         raise CheckpointError(f"damaged: {len(damaged)} of {counted(count, 'checkpoint')}: "
-                              f"{', '.join(damaged)}; replace the files marked BAD from an intact copy")
+                              f"{', '.join(damaged)}; replace the files marked BAD from an intact "
+                              f"copy{others}")
 
 
 if __name__ == "__main__":
