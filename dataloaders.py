@@ -387,14 +387,15 @@ class ExampleRows(SourceRows):
         self.tokens = int(slots[used].sum())
         self.truncated = int((cut_ED < lengths_ED).any(axis=1)[used].sum())
         self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
-        self.content = f"{self.examples:,} {kind}"
+        self.content = f"{self.examples:,} {example_set.content}"
 
     def __len__(self) -> int:
         return len(self._bins)
 
     def describe(self) -> str:
         rows = counted(len(self), "row") + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
-        packed = f"{counted(self.examples, self.example_set.kind[:-1])} in {rows}, {percent(self.fill)} full"
+        examples = counted(self.examples, self.example_set.content[:-1])
+        packed = f"{examples} in {rows}, {percent(self.fill)} full"
         truncated = f", {self.truncated:,} cut to MAX_SEQ_LEN={self.most - 1}" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return packed + truncated + left_out

@@ -327,8 +327,11 @@ def choose_masks(model: nn.Module, seed: int, step: int, first_row: int, rows: i
     """Choose the masks of a model's next forward, whose first row has the number `first_row` in the step."""
     modules = [each for each in model.modules() if isinstance(each, Dropout) and each.rate]
     if modules:
-        keys_BN = np.stack([np.random.SeedSequence((seed, step, row)).generate_state(len(modules))
-                            for row in range(first_row, first_row + rows)]).view(np.int32)
+        keys_BN = torch.from_numpy(np.stack(
+            [np.random.SeedSequence((seed, step, row)).generate_state(len(modules))
+             for row in range(first_row, first_row + rows)]).view(np.int32))
         device = next(model.parameters()).device
-        for module, keys_B in zip(modules, torch.from_numpy(keys_BN).to(device).unbind(dim=1)):
+        if on_cuda := device.type == "cuda":
+            keys_BN = keys_BN.pin_memory()  # a copy from unpinned memory waits for the device
+        for module, keys_B in zip(modules, keys_BN.to(device, non_blocking=on_cuda).unbind(dim=1)):
             module.keys_B = keys_B

@@ -21,7 +21,7 @@ from typing import Any, Optional, TypeVar
 
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
 from checkpoint.model_json import hub_model, other_format, read_model_json
-from checkpoint.schema import Manifest, State, parse
+from checkpoint.schema import Manifest, State, parse, read_entries
 from common import __version__
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
@@ -237,6 +237,13 @@ def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
     return None, []
 
 
+def refuse_lost(run_dir: Path, remedy: str) -> None:
+    """Raise CheckpointError if a run that has no checkpoint saved one."""
+    events = read_entries(run_dir / "events.jsonl")
+    if saved := [event["checkpoint"] for event in events if event["event"] == "saved"]:
+        raise CheckpointError(f"{run_dir} saved {saved[-1]}, but has no checkpoint any more. {remedy}")
+
+
 def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
     """Return the checkpoints with valid manifests, newest first, and the faults of the others."""
     readable, reasons = [], []
@@ -310,6 +317,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
         check(folder)
         return folder
     if (folder / "log").is_dir() and (folder / "metrics.jsonl").exists():
+        refuse_lost(folder, "Restore it")
         raise CheckpointError(f"the run {folder} has not saved a checkpoint yet")
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "

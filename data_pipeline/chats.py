@@ -207,7 +207,8 @@ def chats_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -
             raise DataError("is a preference, not a chat; prepare it with "
                             f"{command('scripts/load_dpo_dataset.py')}")
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
-                        "instruction and output, or prompt and completion (--map gives columns other names)")
+                        "instruction and output, or prompt and completion (--map "
+                        "prompt=COLUMN,completion=COLUMN says which columns these are)")
     if _is_filled(record, "label") and ("completion" in record or isinstance(record["label"], bool)) or (
             isinstance(record.get("kto_tag"), bool)):
         raise DataError("is an answer with a label, not a chat; prepare it with "
@@ -273,7 +274,7 @@ def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) ->
     if missing:
         raise DataError(f"has no {' and no '.join(missing)}: it has {contents_of(record)}, expected "
                         "chosen and rejected, with or without a prompt, or prompt, completion and label "
-                        "(--map gives columns other names)")
+                        "(--map prompt=COLUMN,... says which columns these are)")
     request = "".join(_best_of(zip(REQUESTS), record, mapped))
     used = {*FIELDS["record"], *FIELDS.get(request, ()), request, "chosen", "rejected"}
     drop_others(record, used, drop)
@@ -342,7 +343,7 @@ def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) 
     request = "".join(_best_of(zip(REQUESTS), record, mapped))
     if not request:
         raise DataError(f"has no prompt: it has {contents_of(record)}, expected {', '.join(REQUESTS[:-1])} "
-                        f"or {REQUESTS[-1]} (--map gives columns other names)")
+                        f"or {REQUESTS[-1]} (--map prompt=COLUMN says which column it is)")
     prompt = _with_column(_unmarked(_request_in(request, record, drop)), record, drop)
     fields, others = [], [name for name in (*REQUESTS, "input", "history") if _is_filled(record, name)
                           and name != request and name not in FIELDS[request]]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,19 +163,23 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
 
     flags = first_ids(splits["train"]["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
     ids = first_ids(splits["train"]["shards"], dtype, sum(flag >> LENGTH_SHIFT for flag in flags))
-    names = cycle(("", "\nchosen: ", "\nrejected: ") if kind == "pairs" else ("",))
-    texts, text, start = [], "", 0
+    texts, segments, start = [], [], 0
     for flag in flags:
         length, is_target = flag >> LENGTH_SHIFT, bool(flag & TARGET)
         segment, start = ids[start:start + length], start + length
         if kind == "prompts" and is_target:
-            text += f"\nrecord: {bytes(segment).decode()}"
+            segments.append(f"\nrecord: {bytes(segment).decode()}")
         else:
-            text += next(names) + show_segment(segment, is_target, tokenizer)
+            segments.append(show_segment(segment, is_target, tokenizer))
+        if flag & LAST and kind == "pairs":
+            is_good, is_bad = (answer.startswith("⟦") for answer in segments[1:])
+            names = (("chosen", "rejected") if is_good and is_bad else
+                     ("good", "of another prompt") if is_good else ("of another prompt", "bad"))
+            segments[1:] = [f"\n{name}: {answer}" for name, answer in zip(names, segments[1:])]
         if flag & LAST:
-            texts.append(text)
-            text = ""
-    return (texts or [text + " ..."])[:3]
+            texts.append("".join(segments))
+            segments = []
+    return (texts or ["".join(segments) + " ..."])[:3]
 
 
 def describe_lengths(folder: Path, manifest: Mapping[str, Any]) -> str:
@@ -207,6 +211,11 @@ class ExampleSet:
 
     def __len__(self) -> int:
         return len(self.first_targets)
+
+    @property
+    def content(self) -> str:
+        """What its examples are called."""
+        return self.kind if self.labels is None else "rated answers"
 
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
         start, end = self.starts[example:example + 2].tolist()

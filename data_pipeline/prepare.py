@@ -64,6 +64,7 @@ LOCK_POLL_SECONDS = 0.2
 # The number of items from which on a set is large. If the hashes hold out none or all of fewer than
 # FEW_DOCUMENTS, the last TAIL of each document is held out.
 SMALL_SET, FEW_DOCUMENTS, TAIL = 4000, 20, 0.1
+VERDICT = 10  # held-out examples from which a report says whether a run learned
 # Items of a set that are read ahead, and so many answers to one prompt always stay together.
 COUNTED, MOST_ANSWERS = 10_000, 16
 SHOWN_LEFT_OUT, SHOWN_FIELDS = 20, 10
@@ -545,8 +546,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
         yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without this setting hold out "
                f"{percent(HELD_OUT, 0)}, so {trains}")
     elif "cut_from_each" in manifest:
-        yield (f"Split: none or all of these few documents are in the {percent(HELD_OUT, 0)} that other sets "
-               "hold out by hash, so the end of each is held out here, and others may train on it")
+        yield ("Split: the end of each document is held out, because none or all of these few documents are "
+               f"in the {percent(HELD_OUT, 0)} that every set holds out by hash; other sets may train on it")
     elif (fraction or 0) > HELD_OUT:
         yield (f"Split: no {noun} is in the {percent(HELD_OUT, 0)} that other sets hold out by hash, so "
                f"others are held out here; {trains}")
@@ -571,6 +572,10 @@ def describe_split(manifest: dict) -> Iterator[str]:
                f"{percent(held_out / total)} instead of {percent(requested)}, because equal ones"
                f"{' and those with one prompt' * bool(kind)} stay together; remove repeats, {more}, or "
                f"shuffle the source if its first {COUNTED:,} differ from the rest")
+    if kind and 0 < held_out < VERDICT <= total / 2:
+        share = min(0.5, 0.05 * ceil(30 * VERDICT / total))
+        yield (f"Held out: {counted(held_out, noun)}, too few to tell whether a run learned; "
+               f"--validation-fraction {share:.2g} holds out about {round(share * total)}")
 
 
 def read_prepared(folder: Path) -> dict:
@@ -605,6 +610,8 @@ def name_set(folder: Path, source: str) -> Path:
     link = folder.with_name(name)
     if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
         link = folder.with_name(f"{name}-{folder.name[:6]}")
+    if link.is_dir() and not link.samefile(folder):
+        show(f"{link} is this set now; a run of the earlier one needs its folder, {link.resolve().name}")
     temporary = folder.with_name(f".{link.name}.{os.getpid()}")
     try:
         temporary.symlink_to(folder.name)

@@ -21,6 +21,7 @@ from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
 from extensions.decide import difference_text
+from extensions.report.curves import Curve
 from extensions.report.data import LogFile
 from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
@@ -83,9 +84,15 @@ class Guards(Extension):
             if rise and self.risen_from != best.step:
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
+                training = Curve()
+                for line in read_entries(run.folder / "ledger.jsonl"):
+                    training.add(line["step"], line["loss"])
+                why = "If it keeps rising, the run overfits"
+                if not training.falls_since(best.step):
+                    why = ("The training loss has not fallen since, so LEARNING_RATE="
+                           f"{run.config.learning_rate:g} may be too high")
                 run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step "
-                             f"{best.step}{difference_text(rise, best.kind)}. If it keeps rising, the run "
-                             f"overfits: {advice}")
+                             f"{best.step}{difference_text(rise, best.kind)}. {why}: {advice}")
         return {}
 
 

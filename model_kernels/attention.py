@@ -61,6 +61,7 @@ SHARED_PREFIX = 0  # id of a document that later ones of its row attend to, up t
 LONG_ROW = 256  # tokens; up to here, evaluation with a shared prefix is faster with a mask, on a CPU
 GROUPED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "grouped"
 CHOSEN: set[str] = set()  # kernels that this process uses
+VARLEN: dict[str, Callable[..., Tensor]] = {}  # of kernels after a trial; the compiler warns of @cache
 
 
 # ------------------------------------------------------------------------------------ the plan of a forward
@@ -256,7 +257,7 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
         k_BSKH = k_BSKH.contiguous()
     if spans is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
-        attended = varlen_function(kernel)(*flat, spans.cu_seqlens, spans.longest.shape[0], spans.window)
+        attended = VARLEN[kernel](*flat, spans.cu_seqlens, spans.longest.shape[0], spans.window)
         return attended.view_as(q_BTNH)
     queries, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
     if group > 1 and not KERNELS[kernel].grouped:
@@ -291,7 +292,6 @@ def attend_grouped(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Op
     return attended.view_as(q_BKTGH).transpose(1, 2).flatten(2, 3)
 
 
-@cache
 def varlen_function(kernel: str):
     """Return a function of flat q, k, v and the values of Spans, with a number for `longest`."""
     if kernel == "flash-2":
@@ -360,7 +360,7 @@ def activate_flash_3(on: bool) -> None:
     """Switch torch's flash kernels and varlen_attn to FlashAttention-3 or back."""
     if on:
         attention.activate_flash_attention_impl("FA3")
-    elif hasattr(attention, "restore_flash_attention_impl"):
+    elif getattr(attention, "current_flash_attention_impl", lambda: None)():
         attention.restore_flash_attention_impl()
 
 
@@ -392,6 +392,8 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     is_new_flash_3 = kernel == "flash-3" and kernel not in CHOSEN
     # The reference is the math kernel in float32 with a mask.
     try:
+        if spans is not None and not KERNELS[kernel].attend:
+            VARLEN[kernel] = varlen_function(kernel)
         if is_new_flash_3:
             activate_flash_3(True)
         actual = output_and_gradients(kernel, dtype, mask, spans)

@@ -65,6 +65,17 @@ def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: to
     return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
 
 
+@torch.library.custom_op("paddock::dequantize_after", mutates_args=())
+def dequantize_after(gradient: Tensor, packed: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
+    """Dequantize in a backward. As it needs the gradient, it is not taken for the forward's and kept."""
+    return dequantize(packed, scales, tuple(shape), gradient.dtype)
+
+
+@dequantize_after.register_fake
+def _(gradient, packed, scales, shape):
+    return gradient.new_empty(shape)
+
+
 class FrozenProduct(torch.autograd.Function):
     """x @ weight.T of a frozen weight; with an adapter, plus (scale * adapter_x) @ lora_A.T @ lora_B.T.
 
@@ -95,7 +106,9 @@ class FrozenProduct(torch.autograd.Function):
         x, weight, scales, low_RM, *adapter = ctx.saved_tensors
         grad_MF, x_grad, adapter_grads = upcast_for_matmul(gradient).flatten(0, -2), None, []
         if ctx.needs_input_grad[0]:
-            x_grad = grad_MF @ FrozenProduct.matrix(gradient, weight, scales, ctx.shape)
+            matrix = (rounded(weight, gradient.dtype) if scales is None else
+                      upcast_for_matmul(dequantize_after(gradient, weight, scales, ctx.shape)))
+            x_grad = grad_MF @ matrix
         if adapter:
             (lora_A, lora_B), (scale,), dropped_grad = adapter, ctx.scale, None
             A_RD = rounded(lora_A, gradient.dtype)

@@ -26,6 +26,7 @@ HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}
 RECIPE_WIDTH = 2048  # the recipes' smallest DIM; muP scales the rate by 1 / width
+SFT_POWER = 1.4  # of RECIPE_WIDTH / DIM, as measured (docs/dev/log.md)
 EPOCHS = {"sft": 3.0, "dpo": 1.0, "grpo": 1.0}
 # If data decides the batch.
 BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64, "grpo": 64}
@@ -145,7 +146,8 @@ def settings_of_stage(config: Config, decided: Container[str], start: Start
     rates = LORA_RATES if config.lora_enabled else RATES
     rate = rates[config.training_stage if is_tuning else "pretrain"]
     if is_tuning and start.folder:  # narrow models get a higher rate
-        rate = float(f"{rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
+        power = SFT_POWER if config.training_stage == "sft" and not config.lora_enabled else 1
+        rate = float(f"{rate * max(1, RECIPE_WIDTH / config.dim) ** power:.2g}")
     chosen: dict[str, Any] = {"learning_rate": rate}
     deferred = ["compile"]
     if is_tuning or config.depth is None:

@@ -230,7 +230,8 @@ def keep_record(draft: Draft) -> None:
     draft.warnings += warnings
     if draft.unused:
         files = dict.fromkeys(where.rpartition(":")[0] or where for _, where in draft.unused.values())
-        values = ", ".join(f"{name.upper()}={shortened(str(value))}"
+        values = ", ".join(f"{name.upper()}={shortened(str(value))}" + name.endswith("_data_path")
+                           * f" (it reads {start.state['settings'].get(name.upper())})"
                            for name, (value, _) in draft.unused.items())
         draft.notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a "
                            f"run that has started (for a new run, set another RUN_NAME): {values}")

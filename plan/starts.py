@@ -111,7 +111,11 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
             warn(message)
     if config.resume not in ("auto", "never"):
         return find_resumed(asked, newest, known, warn)
-    return find_own(asked, newest, known, warn) if newest else find_first(asked, known, warn)
+    if newest:
+        return find_own(asked, newest, known, warn)
+    if config.resume == "auto":  # a start would overwrite the run's records
+        store.refuse_lost(asked.run_dir, "Restore it, or start again with RESUME=never or another RUN_NAME")
+    return find_first(asked, known, warn)
 
 
 def find_own(asked: Asked, newest: Path, known: Known, warn: store.Warn) -> Start:

@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -67,11 +68,12 @@ def train_command(kind: str, folder: Path, used) -> str:
         tokenizer = used.tokenizer_path
         is_model = os.path.isfile(os.path.join(tokenizer, "config.json")) or is_hub_name(tokenizer)
         steps = sorted(Path(config.output_dir).glob("*/checkpoints/step-*"), key=os.path.getmtime)
-        runs = [step.parents[1].name for step in steps if (saved := saved_settings(step))
-                and saved["TRAINING_STAGE"] == ("pretrain" if stage == "sft" else "sft")
-                and saved["TOKENIZER_PATH"] == tokenizer]
+        runs = [(int(step.name[5:]) >= saved["MAX_STEPS"], step.parents[1].name) for step in steps
+                if (saved := saved_settings(step)) and saved["TOKENIZER_PATH"] == tokenizer
+                and saved["TRAINING_STAGE"] == ("pretrain" if stage == "sft" else "sft")]
+        newest = [name for _, name in sorted(runs, key=itemgetter(0))][-1:]  # a finished one, if there is one
         named = [getattr(used, name) for name in used.start_settings]
-        start = [*named, *([tokenizer] if is_model else runs[-1:]), "MODEL"][0]
+        start = [*named, *([tokenizer] if is_model else newest), "MODEL"][0]
         wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
         wanted["random_init"] = False
     flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)

@@ -44,6 +44,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return [folder]
     checkpoints = sorted(path for inner in (folder, folder / "checkpoints") for path in inner.glob("step-*"))
     if not checkpoints:
+        if (folder / "metrics.jsonl").exists():
+            raise CheckpointError(f"the run {folder} has no checkpoint to verify")
         kind = ("the model was not written by Paddock" if (folder / "config.json").exists()
                 else "the folder contains no checkpoint")
         raise CheckpointError(f"{folder} has no {MANIFEST} to verify: {kind}. If this is an incomplete copy, "
@@ -133,8 +135,10 @@ def main() -> None:
                 show(f"{checkpoint}: {error}")
                 damaged.append(str(checkpoint))
     if damaged:
+        others = "; training and other commands skip them" if len(damaged) < count else ""
         raise CheckpointError(f"damaged: {len(damaged)} of {counted(count, 'checkpoint')}: "
-                              f"{', '.join(damaged)}; replace the files marked BAD from an intact copy")
+                              f"{', '.join(damaged)}; replace the files marked BAD from an intact "
+                              f"copy{others}")
 
 
 if __name__ == "__main__":

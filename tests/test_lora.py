@@ -25,6 +25,7 @@ from extensions.inference.weights import merge, merged_state_dict
 from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, choose_masks, padded
+from model_kernels.matmul import FrozenProduct, quantize
 from parallel.ranks import start_ranks, stop_ranks
 from plan.identity import weights_sha256
 from run.facts import token_ids_to_train
@@ -228,8 +229,8 @@ def test_rows_that_resizing_added_are_untrained_and_printed(by, tied, tmp_path):
     model.unused_untrained_ids = others
     tokenizer = SimpleNamespace(vocab_size=306, special_ids=inputs.tokenizer.special_ids, decode=str)
     described = describe_adapters(model, tokenizer)
-    assert f"the rows of {len(ids['tok_embeddings'])} tokens (LORA_TRAIN_TOKENS), ids 300, 302" in described
-    assert f"; untrained in the base, but not in the data: ids 301, 303-{others[-1]}" in described
+    assert f"adds the rows of {len(ids['tok_embeddings'])} tokens: " in described and "(ids 300, 302" in described
+    assert f"; other tokens that the base has not learned are not in the data (ids 301, 303-{others[-1]})" in described
 
 
 def test_tokens_can_be_named():
@@ -468,6 +469,21 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
         with lora.disable_adapters(model):
             assert not torch.equal(model(tokens(), mode="logits"), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
+
+
+@few_bits
+@looked_at_by_dynamo
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_compiled_forward_does_not_keep_the_dequantised_base(kind):
+    """The compiler would take the backward's dequantisation for the forward's, and keep its result."""
+    shape, kept = (256, 128), []
+    packed, scales = quantize(torch.randn(shape), kind)
+    compiled = torch.compile(lambda x: FrozenProduct.apply(x.sin(), packed, scales, shape).sin(), backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = compiled(torch.randn(8, 128, requires_grad=True))
+    assert packed.data_ptr() in [tensor.data_ptr() for tensor in kept]
+    assert not [tensor for tensor in kept if tensor.dtype.is_floating_point and tensor.shape == shape]
+    output.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

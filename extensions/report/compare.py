@@ -101,8 +101,11 @@ def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, flo
     percent = is_share(row["name"])
     if len(configurations) == 1:
         values = [value for value in by_seed[0].values() if math.isfinite(value)]
-        span = f"{100 * np.ptp(values):.1f} points" if percent else f"{np.ptp(values):.4f}" if values else ""
-        yield f"the same settings, {len(values)} seeds: they span {span or 'nothing, as all failed'}"
+        if not values:
+            yield "the same settings, whose runs all failed"
+            return
+        span = f"{100 * np.ptp(values):.1f} points" if percent else f"{np.ptp(values):.4f}"
+        yield f"the same settings; their {len(values)} seeds span {span}, by chance"
         return
     if row["better"] is None:
         yield "there is no common step, or no common items, so there is no verdict"

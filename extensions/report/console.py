@@ -80,10 +80,12 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     # The highest ids come first: control tokens, the most interesting ones.
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
-    rows = (f", including the rows of {counted(len(ids), 'token')} (LORA_TRAIN_TOKENS), ids {ranges(ids)}: "
-            f"{shown}") if ids else ""
+    rows = ""
+    if ids:
+        count = counted(len(ids), "token")
+        rows = f"; LORA_TRAIN_TOKENS adds the rows of {count}: {shown} (ids {ranges(ids)})"
     if others := getattr(model, "unused_untrained_ids", []):
-        rows += f"; untrained in the base, but not in the data: ids {ranges(others)}"
+        rows += f"; other tokens that the base has not learned are not in the data (ids {ranges(others)})"
     # Like PEFT, count trained weights in addition to the base, even where they replace parts of it.
     whole = parameter_count(model.config, tokenizer.vocab_size) + trained
     return f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %){rows}"
@@ -198,6 +200,8 @@ def result_line(run: Run, started: float, first: int) -> str:
             continue
         is_share, error = name.endswith(("acc", "accuracy")), f"{name.removesuffix('_acc')}_stderr"
         since = f"{number_text(before[name], None, is_share)} to " if name in before else ""
+        if name == "val_reward_accuracy" and before.get(name) == 0:  # the reference, which prefers no answer
+            since = "from chance (50.0 %) to "
         results.append(f"{title} {since}{number_text(latest[name], latest.get(error), is_share)}")
         if name == "val_loss" and progress.best_val_loss and 0 < progress.best_step < progress.step:
             results[-1] += f", best {number_text(progress.best_val_loss)} at step {progress.best_step}"

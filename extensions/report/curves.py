@@ -42,6 +42,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
 # Not drawn: x axes, derived values, and the error bands and reference lines of other curves.
 HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
+FEW = 5  # values of a curve that together say where it is
 CHANCE = {"hellaswag": 0.25, "val_reward_accuracy": 0.5}  # of runs that do not log it
 ACCURACIES = {"_acc": "", "_acc_norm": " (per length)"}
 
@@ -140,6 +141,11 @@ class Curve:
     def at(self, step: int) -> Optional[float]:
         x, y = self.known()
         return y[x == step][0].item() if step in x else None
+
+    def falls_since(self, step: int) -> bool:
+        """Return whether the newest values, by their median, are below those up to a step."""
+        x, y = self.known()
+        return not len(y) or bool(np.median(y[-FEW:]) < np.median(y[x <= max(step, x[0])][-FEW:]))
 
     def points(self, most: int, first: float = -math.inf, last: float = math.inf) -> Points:
         """Return at most `most` points, of the steps from `first` to `last`.

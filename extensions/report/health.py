@@ -87,7 +87,8 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif state == "failed" and "no gradient" in kinds:
         outcome = "stopped"
     elif rise and main is LOSS and losses.best is not losses.first:
-        outcome, proof = "overfit", difference_text(rise, losses.last.kind)
+        falls = main.training not in curves or curves[main.training].falls_since(losses.best.step)
+        outcome, proof = "overfit" if falls else "worse", difference_text(rise, losses.last.kind)
         last_text = f"{number_text(rise.a)} at step {losses.best.step:,} → {last_text}"
     word = WORDS[outcome][state == "running"]
     texts = [f"{word}: {label} {number_text(first, None, main.percent)} → {last_text}{proof}",

@@ -6,6 +6,7 @@ import pytest
 
 from checkpoint import model_json, store
 from checkpoint.tensors import open_tensors
+from common.command_line import CommandParser
 from common.errors import PaddockError
 from common.files import plain
 from common.text import duration, show_part, wrapped
@@ -76,3 +77,12 @@ def test_a_git_lfs_pointer_is_an_error_that_advises_git_lfs_pull(name, tmp_path)
     text = str(raised.value)
     assert "it is a git-lfs pointer" in text and f"run git lfs pull in {folder}" in text
     assert "permissions" not in text, "what does not help is not advised"
+
+
+def test_a_flag_that_has_one_value_is_refused_with_two(capsys):
+    parser = CommandParser("Does nothing.")
+    parser.add_argument("--map")
+    assert parser.parse_args(["--map", "a=b"]).map == "a=b"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--map", "a=b", "--map=c=d"])
+    assert "--map is given twice, but has one value" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from factories import write_jsonl
 
 from common.errors import DataError
 from data_pipeline.chats import MARKS, read_examples
+from data_pipeline.examples import decode_examples
 from data_pipeline.shards import TokenizerInfo
 from data_pipeline.source_files import Source
 from data_pipeline.sources import Reading
@@ -138,7 +139,10 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
     folder = prepare_set("pairs", write_jsonl(tmp_path / "rated.jsonl", records), tmp_path, options)
     tokenizer = load_tokenizer(str(prepared.tokenizer))
     found, rows = open_example_set(folder, "train", "pairs", TokenizerInfo(512)), []
-    assert found.labels.tolist() == [1 if record["label"] else -1 for record in records]
+    assert found.labels.tolist() == [1 if record["label"] else -1 for record in records] and found.content == "rated answers"
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    shown = "".join(decode_examples("pairs", folder, manifest["splits"], tokenizer, manifest["dtype"]))
+    assert "of another prompt: say " in shown and "bad: ⟦say 0" in shown and "good: ⟦say 1" in shown and "rejected" not in shown
     for number, record in enumerate(records):
         ids, segments = found.read(number)
         prompt, *answers = (tokenizer.decode(each.tolist()) for each in np.split(ids, np.cumsum(segments >> 2)[:-1]))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_pipeline.prepare import SplitPlan, cut_tails, is_far, plan_split
+from data_pipeline.prepare import SplitPlan, cut_tails, describe_split, is_far, name_set, plan_split
 from data_pipeline.sources import Document
 from data_pipeline.workers import position_of
 
@@ -73,3 +73,18 @@ def test_a_document_is_cut_at_the_last_end_of_a_paragraph_or_line_in_its_ninth_t
         text = text[:place] + end + text[place + len(end):]
     assert [*cut_tails([Document("x:1", text)])] == [Document("x:1", text[:cut], "train"), Document("x:1", text[cut:], "validation")]
     assert [*cut_tails([Document("x:1", 90 * "x" + 10 * " ")])] == [Document("x:1", 90 * "x", "train")], "a blank end is nothing"
+
+
+@pytest.mark.parametrize("held_out, total, share", [(1, 40, "0.4 holds out about 16"), (9, 150, "0.1 holds out about 15"), (10, 200, ""), (2, 19, "")])
+def test_too_few_held_out_examples_for_a_verdict_are_said_if_there_could_be_more(held_out, total, share):
+    splits = {"train": {"documents": total - held_out}, "validation": {"documents": held_out}}
+    manifest = {"kind": "chats", "rules": 2, "settings": {"validation_fraction": None}, "splits": splits, "source": {"sources": [{"path": "a"}]}}
+    few = [line for line in describe_split(manifest) if line.startswith("Held out")]
+    assert [line.partition("--validation-fraction ")[2] for line in few] == [share] * bool(share)
+
+
+def test_a_name_that_moves_to_another_set_is_said(tmp_path, capsys):
+    for number in (1, 2, 2):
+        (tmp_path / f"set{number}").mkdir(exist_ok=True)
+        assert name_set(tmp_path / f"set{number}", "chats.jsonl") == tmp_path / "chats"
+    assert capsys.readouterr().out == f"{tmp_path / 'chats'} is this set now; a run of the earlier one needs its folder, set1\n"

@@ -72,7 +72,7 @@ def flash_3(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     def forget():
-        varlen_function.cache_clear()
+        attention.VARLEN.clear()
         attention._choose.cache_clear()
         attention.CHOSEN.clear()
 
@@ -85,13 +85,16 @@ def install(monkeypatch, name: str) -> str:
     """Put a stub in the place of a kernel for documents; returns the kernel's name."""
     if name == "flash-2":
         monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-        return "flash-2"
+        attention.VARLEN[name] = varlen_function(name)
+        return name
     import torch.nn.attention.varlen as varlen
 
     functions = {"torch 2.11": varlen_attn_2_11, "torch 2.12": varlen_attn_2_12, "flash-3": flash_3}
     monkeypatch.setattr(varlen, "varlen_attn", functions[name])
     monkeypatch.setattr(attention, "activate_flash_3", lambda on: None)
-    return name if name == "flash-3" else "varlen"
+    kernel = name if name == "flash-3" else "varlen"
+    attention.VARLEN[kernel] = varlen_function(kernel)
+    return kernel
 
 
 def tiny(**settings) -> Config:
@@ -252,7 +255,7 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
     # Opaque to the compiler, as the real ones are.
     operator = torch.library.custom_op("paddock_test::by_document", by_document, mutates_args=())
     operator.register_fake(lambda q, k, v, borders: torch.empty_like(q))
-    monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, *_: operator(q, k, v, borders))
+    monkeypatch.setitem(attention.VARLEN, kernel, lambda q, k, v, borders, *_: operator(q, k, v, borders))
     monkeypatch.setattr(attention, "choose_kernel", lambda *_, **__: kernel)
     model = new_model(tiny(), 128)
     compile_model(model)

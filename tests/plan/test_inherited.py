@@ -36,7 +36,7 @@ def save_state(step: int, **settings) -> Path:
 def not_used(plan: Plan) -> list[str]:
     lines = [note for note in plan.notes if note.startswith("Not used from ")]
     assert len(lines) <= 1
-    return lines[0].rpartition("): ")[2].split(", ") if lines else []
+    return lines[0].partition("RUN_NAME): ")[2].split(", ") if lines else []
 
 
 def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
@@ -114,7 +114,7 @@ def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     kept = {name.lower(): value for name, value in SFT_RECORD.items()} | {"seed": 1337} | applies
     assert {name: getattr(loaded.config, name) for name in kept} == kept
     assert (values["training_stage"], values["sft_data_path"]) == ("sft", "set"), "what ./paddock train prepares"
-    assert not_used(loaded) == ignored.split()
+    assert [each.replace(" (it reads set)", "") for each in not_used(loaded)] == ignored.split()
     assert not ignored or any(note.startswith("Not used from .env, because a flag would be needed") for note in loaded.notes)
     inputs = load("--run-name", "first", *flags, "--seed", 9)
     assert inputs.config.seed == 9 and "seed" in inputs.sources, "which is compared with the record"
@@ -151,11 +151,12 @@ def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
 
 
 def test_a_narrow_start_gets_a_higher_rate():
-    """muP: the rate scales with 1 / width."""
+    """muP: the rate scales with 1 / width, and that of SFT by more."""
     model_without_weights(Path("base"), dim=256)
+    assert load(*SFT, "--lora-enabled").config.learning_rate == 2e-4 * 2048 / 256
     loaded = load(*SFT)
-    assert loaded.config.learning_rate == 2e-5 * 2048 / 256
-    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00016, EPOCHS=3" in " ".join(loaded.notes)
+    assert loaded.config.learning_rate == pytest.approx(2e-5 * (2048 / 256) ** 1.4, rel=0.02)
+    assert "TRAINING_STAGE=sft and DIM=256 set LEARNING_RATE=0.00037, EPOCHS=3" in " ".join(loaded.notes)
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [

@@ -126,6 +126,17 @@ def test_adapters_bring_their_scale_and_the_rope_that_they_were_trained_with():
     assert (config.lora_alpha, config.lora_rank, config.rope_theta) == (5, 3, 500_000)
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_started_again_over_its_records():
+    Path("runs/lost").mkdir()
+    event = {"time": 1, "step": 5, "event": "saved", "seconds": 1, "checkpoint": "step-00000005"}
+    Path("runs/lost/events.jsonl").write_text(json.dumps(event) + "\n")
+    flags = [*SFT, "--run-name", "lost", "--pretrain-checkpoint", "base"]
+    assert refused(*flags).startswith("runs/lost saved step-00000005, but has no checkpoint any more. Restore it, or start again")
+    assert plan(*flags, "--resume", "never").start.kind == "from"
+    Path("runs/lost/events.jsonl").write_text(json.dumps(event | {"event": "save"}) + "\n")  # killed in its first save
+    assert plan(*flags).start.kind == "from"
+
+
 def test_a_damaged_checkpoint_is_skipped_with_a_warning():
     """As the facts report it, with which the plan is made again."""
     loaded = make_plan(["--run-name", "tuned"], {}, Known(damaged={STEP_5: f"{STEP_5}/model.safetensors is damaged"}))

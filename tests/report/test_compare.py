@@ -213,7 +213,7 @@ def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
 def test_two_seeds_of_one_recipe_are_not_tested(seeded):
     """Issue 71: a run was called better than its twin, p = 0.00075."""
     found = comparison(seeded({0.1: [2.0, 2.092]}))
-    assert found["sentences"] == ["validation loss at step 10: the same settings, 2 seeds: they span 0.0920"] and found["tests"] == []
+    assert found["sentences"] == ["validation loss at step 10: the same settings; their 2 seeds span 0.0920, by chance"] and found["tests"] == []
 
 
 def test_a_failed_run_is_named_and_left_out_of_means(seeded):

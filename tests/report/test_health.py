@@ -77,6 +77,8 @@ def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     assert alarms_and_downtime("finished", Counter(), [], is_good) == (None, "No alarms, no interruptions."), "not healthy"
     small = measured(*losses[:-1], losses[-2] + 0.03, noise=0.001)
     assert small[1]["val_loss"].rise() is None, "a rise of less than 1 % is trivial, however certain"
+    rising = values | curves(train_loss=[7.5, 5.0, 9.0])
+    assert next(learning(rising, "finished", (), "", LOSS, followed))[1].startswith("Got worse"), "whoever overfits learns the training data"
 
 
 def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():

@@ -21,7 +21,14 @@ prefixes='cublas|cuda[A-Z]|nccl|__cuda|cu(Ctx|Device|Driver|Event|Func|Get|Graph
     printf '%s\n' cuInit cuCtxSetCurrent cuCtxGetLimit cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig cuLaunchKernel \
         cuLaunchKernelEx cuLaunchCooperativeKernel cuLinkAddData_v2 cuLinkComplete cuLinkCreate_v2 cuMemMap cuMemSetAccess \
         cuModuleLoad cuModuleUnload cuTensorMapEncodeTiled
-} | sort -u | grep -vxF "$ours" | sed 's/.*/int &(void) { return 0; }/' > "$out/stubs.c"
+} | sort -u | grep -vxF "$ours" > "$out/names"
+# Kernels and matrix products are counted.
+started='(LaunchKernel|LaunchCooperativeKernel|GraphLaunch|[Gg]emm|cublasLtMatmul$)'
+{
+    echo 'long null_launches;'
+    sed -E "/$started/s/.*/int &(void) { __atomic_add_fetch(\&null_launches, 1, __ATOMIC_RELAXED); return 0; }/; t
+        s/.*/int &(void) { return 0; }/" "$out/names"
+} > "$out/stubs.c"
 gcc -O1 -fPIC -fno-builtin -c "$out/stubs.c" -o "$out/stubs.o"
 g++ -shared "$out/null.o" "$out/stubs.o" -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -ldl
 ln -sf libcuda.so.1 "$out/libcuda.so"
@@ -32,4 +39,4 @@ export TORCHINDUCTOR_CACHE_DIR="$out/cache/inductor" TRITON_CACHE_DIR="$out/cach
 LD_PRELOAD="$out/libcuda.so.1" exec "\$@"
 END
 chmod +x "$out/run"
-echo "built for $site with $(wc -l < "$out/stubs.c") stubs"
+echo "built for $site with $(wc -l < "$out/names") stubs"

@@ -4,14 +4,18 @@
     FOLDER/run python scripts/gpu/null/nightly.py --output RESULTS
 
 torch's host code for CUDA runs for real: allocator, autograd, compiler, streams. Kernels compute nothing. So
-it shows crashes, waits, recompilations and memory, but neither values nor speed. The exit code is 1 if a run
-fails, waits too often, compiles again after its second step or reserves ever more memory, or if the forecast
-is off by more than 2 %.
+it shows crashes, waits, recompilations, launches and memory, but neither values nor speed. The exit code is 1
+if a run fails, waits too often, compiles again after its second step, reserves ever more memory or launches
+more kernels and matrix products in a step than launches.json says for its torch, or if the forecast is off by
+more than 2 %. RESULTS/launches.json has this run's numbers; cards.py tries the models that docs/gpu.md names.
 """
 
+import importlib.metadata
+import json
 import re
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +53,13 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO, stored": DPO | {"dpo_reference": "stored"}, "DPO, live": DPO | {"dpo_reference": "live"},
     "DPO of adapters": DPO | LORA, "ORPO": DPO | {"preference_objective": "orpo"},
     "SimPO": DPO | {"preference_objective": "simpo"}, "KTO": DPO | {"preference_objective": "kto"},
-    "GRPO": GRPO, "GRPO, two updates": GRPO | {"grpo_beta": 0.1, "grpo_updates": 2}}
-# The most waits of a step without evaluation. KTO waits for the answers of all ranks, and each update once.
-MOST_WAITS = {"KTO": 2, "GRPO": 70, "GRPO, two updates": 71}
+    "GRPO": GRPO, "GRPO, two updates": GRPO | {"grpo_beta": 0.1, "grpo_updates": 2},
+    **{f"capability {each / 10}": {"capability": each} for each in (75, 80, 86, 89, 100, 120)}}
+# The most waits of a step without evaluation. KTO waits for the answers of all ranks, each update once, and
+# an optimizer on the host for the gradients.
+MOST_WAITS = {"KTO": 2, "GRPO": 70, "GRPO, two updates": 71, "sharded, on the host": 4}
+TORCH = ".".join(importlib.metadata.version("torch").split(".")[:2])
+KNOWN = json.loads(Path(__file__).with_name("launches.json").read_text("utf-8")).get(TORCH, {})
 
 
 class Outcome(NamedTuple):
@@ -62,12 +70,14 @@ class Outcome(NamedTuple):
     recompilations: int  # after the second step
     growth: int  # bytes of reserved memory, from the third step to the last
     peak: int  # allocated bytes
+    launches: int  # the fewest of a step after the second
 
     def faults(self, name: str) -> list[str]:
         reasons = {f"exit code {self.code}": self.code != 0,
                    f"{self.waits} waits": self.waits > MOST_WAITS.get(name, 1),
                    f"{self.recompilations} recompilations": self.recompilations > 0,
-                   f"{self.growth / MIB:.0f} MiB more reserved": self.growth > LEVEL}
+                   f"{self.growth / MIB:.0f} MiB more reserved": self.growth > LEVEL,
+                   f"{KNOWN.get(name)} launches before": self.launches > KNOWN.get(name, self.launches)}
         return [reason for reason, holds in reasons.items() if holds]
 
 
@@ -77,8 +87,9 @@ def outcome_of(code: int, output: str) -> Outcome:
     waits = [step.count("called a synchronizing") for step in steps[2:-1]]
     later = sum(step.count("Recompiling function") for step in steps[2:])
     growth = sizes[-1][1] - sizes[2][1] if len(sizes) > 2 else 0
-    peak = max((peak for peak, _ in sizes), default=0)
-    return Outcome(code, min(waits, default=float("inf")), later, growth, peak)
+    peak = max((peak for peak, *_ in sizes), default=0)
+    launches = min((after[2] - before[2] for before, after in pairwise(sizes[1:])), default=0)
+    return Outcome(code, min(waits, default=float("inf")), later, growth, peak, launches)
 
 
 def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
@@ -91,8 +102,9 @@ def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
         settings["grpo_data_path"] = data / "prompts"
     if base:
         settings[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
+    env = {"TORCH_LOGS": "recompiles", "NULL_CC": str(settings.pop("capability", 90))}
     flags = flags_of(task, re.sub(r"\W+", "-", name), preset, **settings)
-    code, output = task.train(*flags, prelude=WARN_OF_WAITS, env={"TORCH_LOGS": "recompiles"})
+    code, output = task.train(*flags, prelude=WARN_OF_WAITS, env=env)
     return outcome_of(code, output)
 
 
@@ -118,15 +130,18 @@ def main() -> None:
     task = Task("null", "cuda", False, folder, 3600, folder / "figures.jsonl")
     if not (folder / "sample" / "unpaired").exists():
         parts.sample(task)
-    lines, faults = ["| run | waits a step | peak GiB | |", "|---|---|---|---|"], []
+    lines, faults = ["| run | waits a step | launches | peak GiB | |", "|---|---|---|---|---|"], []
+    launches: dict[str, int] = {}
     for number, (name, settings) in enumerate(CASES.items()):
         if number == 0 or options.only in name:
             outcome = train(task, name, settings)
             found = outcome.faults(name)
             faults += [f"{name}: {reason}" for reason in found]
-            lines.append(f"| {name} | {outcome.waits} | {outcome.peak / 2**30:.2f} | "
+            launches[name] = outcome.launches
+            lines.append(f"| {name} | {outcome.waits} | {outcome.launches} | {outcome.peak / 2**30:.2f} | "
                          f"{', '.join(found) or 'ok'} |")
             (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            (folder / "launches.json").write_text(json.dumps({TORCH: launches}, indent=1), encoding="utf-8")
     if options.only in "forecasts":
         lines += ["", "| layout | forecast GiB | peak GiB | off by |", "|---|---|---|---|"]
         for layout, (forecast, peak) in forecasts(task).items():

@@ -26,6 +26,7 @@ static int setting(const char *name, int otherwise) {
 static const int CAPABILITY = setting("NULL_CC", 90);
 static const size_t MEMORY = size_t(setting("NULL_MIB", 143771)) << 20;
 static const size_t SMALL = 4 << 20;  // a larger copy or fill within the device would only cost memory
+static const bool HOLDS = setting("NULL_HOLDS", 1);  // 0: nor does it hold what the host copies to it, if that is larger
 static void *const HANDLE = (void *)0x1000;  // of what has no state
 
 // ---------------------------------------------------------------------------------------------- memory
@@ -163,7 +164,8 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     bool within = device.contains(to) && device.contains(from);
     illegal("a copy from or to the host", !within && stream && stream == captured);
-    if (!within || bytes <= SMALL) memmove(to, from, bytes);
+    bool holds = HOLDS ? !within : !device.contains(to);
+    if (holds || bytes <= SMALL) memmove(to, from, bytes);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) { return copy(to, from, bytes, stream); }
