@@ -55,15 +55,15 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Like argparse, but never read `-hf-token` as -h, nor lose the first of two values of a flag."""
-        given = []
+        """Like argparse, but never read `-hf-token` as -h, nor only the last of two lists."""
+        given = set()
         for argument in takewhile(lambda each: each != "--", sys.argv[1:] if args is None else args):
             name = argument.partition("=")[0]
             if argument.startswith("-h") and argument != "-h":
                 self.error(f"{name}: flag names start with two dashes")
-            if type(self._option_string_actions.get(name)) is argparse._StoreAction and name in given:
-                self.error(f"{name} is given twice, but has one value")
-            given.append(name)
+            if name in given and "," in str(self._option_string_actions[name].metavar):
+                self.error(f"{name} is given twice; join its values with commas")
+            given |= {name} & self._option_string_actions.keys()
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):

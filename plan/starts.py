@@ -113,7 +113,7 @@ def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.wa
         return find_resumed(asked, newest, known, warn)
     if newest:
         return find_own(asked, newest, known, warn)
-    if config.resume == "auto":  # a start would overwrite the run's records
+    if config.resume == "auto" and (asked.run_dir / "events.jsonl").exists():  # it would be overwritten
         store.refuse_lost(asked.run_dir, "Restore it, or start again with RESUME=never or another RUN_NAME")
     return find_first(asked, known, warn)
 

@@ -79,10 +79,11 @@ def test_a_git_lfs_pointer_is_an_error_that_advises_git_lfs_pull(name, tmp_path)
     assert "permissions" not in text, "what does not help is not advised"
 
 
-def test_a_flag_that_has_one_value_is_refused_with_two(capsys):
+def test_of_two_lists_for_a_flag_none_is_lost(capsys):
     parser = CommandParser("Does nothing.")
-    parser.add_argument("--map")
-    assert parser.parse_args(["--map", "a=b"]).map == "a=b"
+    parser.add_argument("--map", metavar="NAME=COLUMN,...")
+    parser.add_argument("--output")
+    assert parser.parse_args(["--map", "a=b", "--output", "x", "--output", "y"]).output == "y"
     with pytest.raises(SystemExit):
         parser.parse_args(["--map", "a=b", "--map=c=d"])
-    assert "--map is given twice, but has one value" in capsys.readouterr().err
+    assert "--map is given twice; join its values with commas" in capsys.readouterr().err
