@@ -191,10 +191,10 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
     return " ".join([start, *map(shlex.quote, words)])
 
 
-def pip_install(package: str) -> str:
+def pip_install(*packages: str) -> str:
     if PathFinder.find_spec("pip") is None:  # uv made the environment; hooks of setuptools would warn
-        return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
-    return shlex.join([sys.executable, "-m", "pip", "install", package])
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

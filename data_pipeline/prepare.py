@@ -541,6 +541,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
     if manifest.get("rules", 0) < (3 if "cut_from_each" in manifest else 2):
         yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it "
                "may train on what other sets hold out; delete its folder to prepare it again")
+    elif requested == 0:
+        yield f"Split: all {noun}s train, also those that other sets hold out (VALIDATION_FRACTION=0)"
     elif requested not in (None, HELD_OUT):
         trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
         yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without this setting hold out "

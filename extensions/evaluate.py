@@ -23,7 +23,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import command
+from common.text import command, pip_install
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
@@ -116,10 +116,10 @@ EXTENSION = Evaluate
 def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
     """Return the first held-out examples, without chats that exceed a row. One rank verifies and scores."""
     if verify != "never":
-        for package in ("rouge-score", "sacrebleu"):  # whose import takes seconds
-            with requires_package(package, "GENERATION_EVAL_EVERY"):
-                if find_spec(name := package.replace("-", "_")) is None:
-                    raise ImportError(f"No module named {name!r}")
+        packages = ("rouge-score", "sacrebleu")  # whose import takes seconds
+        if missing := [each for each in packages if find_spec(each.replace("-", "_")) is None]:
+            raise SettingsError(f"GENERATION_EVAL_EVERY needs {' and '.join(missing)}: "
+                                f"{pip_install(*missing)}")
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
     chat_format, prompts = load_chat_format(tokenizer), []
     with suppress(DataError):  # some templates require a system message

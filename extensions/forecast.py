@@ -66,6 +66,7 @@ PROBE_SECONDS = 2.0  # total time of the measured micro-batches
 TOO_LONG_SECONDS = 10  # time of a micro-batch that --check does not measure
 LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made for
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
+LOST = 0.02  # share of examples that do not fit into a row, from which on it is a warning
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
 # Passes, and those times the trained parameters for each target. Measured with 35k and 427k parameters on
@@ -262,6 +263,11 @@ class Check:
                 verified = "the shards of the first step" if config.prepare_ahead else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
+                packed = [rows for rows in self.inputs.rows.sources if rows and rows.example_set]
+                lost = sum(rows.left_out + rows.truncated for rows in packed)
+                if packed and lost > LOST * sum(rows.left_out + rows.examples for rows in packed):
+                    self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN="
+                                      f"{config.max_seq_len}: raise it, or expect less", "warn")
                 batch = self.inputs.rows(np.array([0]))
                 tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
                 # The last target of a document, such as the end of an answer, is not an input: add it.

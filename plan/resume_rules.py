@@ -157,8 +157,10 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any) -> 
     config, start, named = plan.config, plan.start, plan.config.start_settings
     files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
     settings = assignments({name: value for name, value in before.items() if name not in files})
-    ways = [" and ".join([*[f"set {settings}"] * bool(settings),
-                          *[f"restore what {' and '.join(files)} named"] * bool(files)])]
+    restore = f"restore what {' and '.join(files)} named"
+    if os.path.islink(config.data_path or ""):  # the name of a set, which may have been prepared again
+        restore += f", such as an earlier folder in {os.path.dirname(config.data_path)}"
+    ways = [" and ".join([f"set {settings}"] * bool(settings) + [restore] * bool(files))]
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)

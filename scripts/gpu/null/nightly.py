@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from scripts.gpu import parts  # noqa: E402
-from scripts.gpu.parts import DISTILLATION, DPO, PARTS, STAGES, WARN_OF_WAITS, Task, flags_of  # noqa: E402
+from scripts.gpu.parts import DISTILLATION, DPO, STAGES, WARN_OF_WAITS, Task, flags_of  # noqa: E402
 
 STEPS, PER_CENT, MIB = 6, 2, 2**20
 LEVEL = 16 * MIB  # of reserved memory: rows with other documents need other blocks
@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"capability {each / 10}": {"capability": each} for each in (75, 80, 86, 89, 100, 120)}}
 # The most waits of a step without evaluation. KTO waits for the answers of all ranks, each update once, and
 # an optimizer on the host for the gradients.
-MOST_WAITS = {"KTO": 2, "GRPO": 70, "GRPO, two updates": 71, "sharded, on the host": 4}
+MOST_WAITS = {"KTO": 2, "GRPO": 124, "GRPO, two updates": 71, "sharded, on the host": 4}
 TORCH = ".".join(importlib.metadata.version("torch").split(".")[:2])
 KNOWN = json.loads(Path(__file__).with_name("launches.json").read_text("utf-8")).get(TORCH, {})
 
@@ -111,7 +111,8 @@ def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
 def forecasts(task: Task) -> dict[str, tuple[float, float]]:
     """Return GiB by layout: the forecast, and the allocator's peak."""
     for name in ("memory", "more-memory"):
-        PARTS[name](Task(name, "cuda", False, task.folder, 3600, task.notes))
+        task.run("scripts/gpu/parts.py", name, "--device", "cuda", "--output", task.folder,
+                 "--figures", task.notes, "--seconds", 3600)
     figures = (item for name in ("memory", "more-memory")
                for item in parts.read_figures(task.notes, name)[0].items())
     return {layout: (values["forecast GiB"], values["allocated GiB"]) for layout, values in figures

@@ -310,7 +310,7 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **address, const void *) {
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024, attributes->numRegs = 32;
-    attributes->ptxVersion = attributes->binaryVersion = CAPABILITY;
+    attributes->ptxVersion = attributes->binaryVersion = CAPABILITY == 89 ? 86 : CAPABILITY;  // torch has no code for 8.9
     attributes->maxDynamicSharedSizeBytes = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     return cudaSuccess;
 }

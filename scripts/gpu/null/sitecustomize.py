@@ -68,7 +68,14 @@ def ranks(module) -> None:
     module.Ranks.tolist = tolist
 
 
-CHANGES = {"model_kernels.attention": attention, "model_utils": model_utils,
+def objectives(module) -> None:
+    """Read 1 where the host reads NaN: old bytes of the device's memory."""
+    read = module.Tensor.tolist
+    module.Tensor.tolist = lambda self: read(
+        self.cpu().nan_to_num(1.0) if self.is_cuda and self.is_floating_point() else self)
+
+
+CHANGES = {"learn.objectives": objectives, "model_kernels.attention": attention, "model_utils": model_utils,
            "extensions.inference.engine": engine, "parallel.ranks": ranks}
 
 
