@@ -94,6 +94,10 @@ def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, c
     assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
     assert texts["length"].startswith("768 tokens") and texts["length"].endswith(f"; {plan.needed:.2e} FLOPs")
     assert ("Chinchilla" in texts["length"]) == (mode == "distilled"), "it is about random weights and all of them"
+    if mode == "lora-sft":
+        for length, lost in ((96, True), (512, False)):
+            warned = Checked(run, capsys, MAX_SEQ_LEN=length, TOTAL_BATCH_SIZE=8 * length).text("warn")
+            assert (f"do not fit into MAX_SEQ_LEN={length}: raise it" in " ".join(warned.split())) == lost
 
 
 def test_where_a_model_will_recite_its_data_it_says_so(prepared, tmp_path, capsys):
