@@ -346,7 +346,7 @@ def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for
             theirs, asked = values.get(name, Config.model_fields[name].default), getattr(config, name)
             if name in sources and theirs != asked:
                 raise SettingsError(f"{in_env(name, asked)} ({sources[name]}) does not fit the adapters in "
-                                    f"{start.folder}, which have {in_env(name, theirs)}; remove it")
+                                    f"{start.folder}, with {in_env(name, theirs)}; set that, or nothing")
         if isinstance(layers := content.get("target_modules"), list):
             values["lora_target_modules"] = Config(lora_target_modules=",".join(layers)).lora_target_modules
     if not {*FEED_FORWARD}.isdisjoint(sources):  # the width may be set in another way

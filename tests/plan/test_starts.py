@@ -99,7 +99,7 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     ([*SFT, "--pretrain-checkpoint", "text"], "PRETRAIN_CHECKPOINT=text (command line): text is a file; name the folder"),
     ([*SFT, "--pretrain-checkpoint", "adapters", "--lora-enabled", "false"], "adapters contains adapters, not a full model; train them with LORA_ENABLED=true, or merge them first"),
     ([*SFT, "--run-name", "new", "--instruct-checkpoint", "adapted", "--lora-enabled", "false"], "merge them first"),
-    *(([*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters", f"--{name}", value], f"does not fit the adapters in adapters, which have {theirs}; remove it")
+    *(([*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters", f"--{name}", value], f"does not fit the adapters in adapters, with {theirs}; set that, or nothing")
       for name, value, theirs in (("lora-alpha", 6, "LORA_ALPHA=5"), ("lora-rank", 5, "LORA_RANK=3"), ("lora-rslora", "true", "LORA_RSLORA=false"))),
     ([*SFT, "--run-name", "tuned", "--resume", "never", "--pretrain-checkpoint", "tuned"], "belongs to the run that RESUME=never would move"),
     ([*DPO, "--run-name", "tuned", "--instruct-checkpoint", "tuned"], "runs/tuned has a run of TRAINING_STAGE=sft at step-00000005"),
