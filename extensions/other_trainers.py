@@ -327,6 +327,8 @@ def imply_defaults(layer, layers: Sequence) -> None:
     has_schedule = [name for name, trainer in TRAINERS.items()
                     if not layer.named.keys().isdisjoint(trainer.get("schedule", "").split())]
     theirs = names & layer.named.keys()
+    if theirs == {"lr"} and layer.for_this_start:  # an abbreviation on the command line
+        return
     if not is_whole and not has_schedule and LEARNING.isdisjoint(ALIASES.get(name, name) for name in theirs):
         return
     counts = {name: len(theirs & {*trainer["names"].split()}) for name, trainer in TRAINERS.items()}

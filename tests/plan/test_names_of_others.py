@@ -272,6 +272,11 @@ def test_a_note_on_a_name_that_is_given_is_not_printed():
     assert not any("600000" in note or "at most 100" in note for file in files for note in load(config=file).notes)
 
 
+def test_a_typed_abbreviation_brings_no_other_trainer_s_defaults():
+    for flags in (["--lr", "3e-3"], ["--learning_rate", "3e-3", "--lr_scheduler_type", "cosine"]):
+        assert any("Defaults of" in note for note in load(*flags).notes) == (len(flags) > 2)
+
+
 def test_defaults_are_those_of_the_installed_libraries():
     trl = pytest.importorskip("trl", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     theirs = {"LEARNING_RATE": "learning_rate", "WEIGHT_DECAY": "weight_decay", "WARMUP_STEPS": "warmup_steps", "ADAM_BETA2": "adam_beta2",
