@@ -119,8 +119,9 @@ def data_path(value: Any) -> Optional[str]:
         return str(value).strip()
     is_one = len(value) == 1 and isinstance(value[0], tuple)
     fields = {name: each for name, each, *_ in value[0]} if is_one else {}
+    is_read = fields.pop("field_messages", "messages") in ("messages", "conversations")
     is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
-    return fields.get("path") if is_whole else None
+    return fields.get("path") if is_read and is_whole else None
 
 
 def merge_yaml(node: Any, left: Optional[Iterator[int]] = None) -> Any:

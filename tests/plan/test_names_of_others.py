@@ -121,6 +121,7 @@ def test_what_a_higher_layer_or_another_file_sets_is_kept():
 @pytest.mark.parametrize("flags, config, stage, name", [
     (("--training-stage", "sft", "--dataset_name", "a/b"), {}, "sft", "dataset_name"), (("--train_file", "a/b"), {}, "pretrain", "train_file"),
     ((), {"datasets": [{"path": "a/b", "type": "alpaca"}]}, "sft", "datasets"),
+    ((), {"datasets": [{"path": "a/b", "type": "chat_template", "field_messages": "messages"}]}, "sft", "datasets"),
     ((), {"rl": "dpo", "datasets": [{"path": "a/b", "split": "train"}]}, "dpo", "datasets"),
     (("--training-stage", "grpo", "--reward", "exact"), {"dataset_name": "a/b"}, "grpo", "dataset_name")])
 def test_names_of_data_are_those_of_the_stage(flags, config, stage, name):
@@ -151,7 +152,8 @@ def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, s
     ({"optim": "adamw_8bit"}, "OPTIMIZER=adamw_8bit: expected 'adamw' or 'muon'"), ({"deepspeed": "ds.json"}, "SHARDING=full"),
     ({"datasets": [{"path": "x"}, {"path": "y"}]}, "SFT_DATA_PATH"), ({"packing": False}, "rows are always packed"),
     ({"train_on_inputs": True}, "only the answers"), ({"tensor_parallel_degree": 2}, "only by SHARDING"),
-    ({"datasets": [{"path": "x", "field": "y"}]}, "SFT_DATA_PATH"), ({"eval": {"lr": 5}}, "eval"), ({"wait_step": 3}, "PROFILE_STEPS"),
+    ({"datasets": [{"path": "x", "field": "y"}]}, "SFT_DATA_PATH"), ({"datasets": [{"path": "x", "field_messages": "turns"}]}, "SFT_DATA_PATH"),
+    ({"eval": {"lr": 5}}, "eval"), ({"wait_step": 3}, "PROFILE_STEPS"),
     ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED"),
     ({"betas": [0.9, 0.95, 0.999]}, "ADAM_BETA1 and ADAM_BETA2 set it"), ({"betas": [0.9]}, "ADAM_BETA1 and ADAM_BETA2"),
     ({"min_lr_ratio": 0.1}, "needs LEARNING_RATE; MIN_LEARNING_RATE is the final rate"),
