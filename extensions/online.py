@@ -215,6 +215,7 @@ class Rollouts:
     def __call__(self, prompts: list[Batch], step: int, count) -> Prepared:
         """Return the batches of answers to a rank's prompts, with their units by `count(batch)`."""
         config, ranks = self.config, self.context.ranks
+        prompts = [batch.host or batch for batch in prompts]  # each look at a GPU's would wait for it
         micro_batches = config.rows_per_step // config.micro_batch_size
         number = first_micro_batch(micro_batches, ranks.rank, ranks.world_size)
         is_logged = config.log_every and ((step + 1) % config.log_every == 0 or step + 1 == config.max_steps)
