@@ -118,7 +118,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         if count := sum(opening in known for opening in held_out):
             notes.append(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
                          f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
-                         "on, so their loss says less about others; leave them out of one of both sets")
+                         "on, so their loss says less about others; leave them out of one of the two sets")
     if table := inputs.rows.source_table(config.max_steps * config.rows_read):
         lines = describe_sources(inputs.rows.mixture, table)
         return [inputs.description, *(f"  {line}" for line in lines), *notes]

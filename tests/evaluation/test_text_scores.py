@@ -206,7 +206,7 @@ def test_examples_of_one_s_own_validation_set_that_are_trained_on_too_are_counte
     config = make_plan(stages.run("sft", tmp_path, SFT_DATA_PATH=train, VALIDATION_DATA_PATH=own).argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path)
     inputs = SimpleNamespace(rows=open_rows(config, "train", tokenizer, "never"), validation_rows=open_rows(config, "validation", tokenizer, "never"),
-                             description="", sources=lambda config: [])
+                             description="")
     sentence = f"VALIDATION_DATA_PATH={own}: 3 of 33 examples have the prompt of one that the run trains on"
     _, *notes = describe_data(config, inputs)
     assert [note.partition(", so")[0] for note in notes] == [sentence]
