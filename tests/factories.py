@@ -43,6 +43,7 @@ from plan.command_line import plan_on_rank0
 from plan.make import make_plan
 from run import folder as run_folder
 from run.log import CLOCKS
+from tokenizer import Tokenizer
 
 FILES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "files.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
@@ -103,9 +104,14 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(rng), "endings": [sentence(rng)[4:] for _ in range(4)],
               "label": int(rng.random() * 4)} for number in range(10)]
     write_jsonl(folder / "items.jsonl", items)
-    options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
-    shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
+    shards = prepared_set("documents", folder / "text.jsonl", folder / "tokenizer.model", folder / "shards")
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
+
+
+def prepared_set(kind: str, source: Any, tokenizer: Any, output: Path, **options) -> Path:
+    """Prepare a set in this process; returns its folder."""
+    given = {"tokenizer_backend": "auto", "shard_tokens": 100_000, "validation_fraction": 0.1, "workers": 1} | options
+    return prepare_set(kind, str(source) if isinstance(source, Path) else source, output, PreparationOptions(str(tokenizer), **given))
 
 
 PREPARED_UNDER_FIRE = """
@@ -215,8 +221,7 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
 
     for name, record, count in (("chats", chat, 120), ("pairs", pair, 120), ("prompts", prompt, 60), ("unpaired", unpaired, 120)):
         file = write_jsonl(folder / f"{name}.jsonl", (record() for _ in range(count)))
-        options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-        paths.append(prepare_set(name if name != "unpaired" else "pairs", file, folder / name, options))
+        paths.append(prepared_set(name if name != "unpaired" else "pairs", file, prepared.tokenizer, folder / name))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
         run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED).trained()
@@ -372,6 +377,12 @@ def cached_on_the_hub(model: Path, name: str, cache: Path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return repository / "snapshots" / commit
+
+
+def tokenizer_of_pairs() -> Tokenizer:
+    """The bytes and 44 pairs of frequent letters, with 256 control tokens: 556 ids."""
+    pairs = [bytes([a, b]) for a in b"etaoinsh" for b in b"etaoinsh"][:44]
+    return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
 
 
 def new_model(config: ModelConfig, vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from factories import PATIENCE, prepare_under_fire, start_preparation, write_jsonl
+from factories import PATIENCE, prepare_under_fire, prepared_set, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
@@ -27,11 +27,9 @@ from data_pipeline.source_files import Source
 from data_pipeline.sources import identity_of
 from data_pipeline.workers import split_of
 from data_preparation_utils import (
-    PreparationOptions,
     describe,
     flag_parser,
     prepare_from_flags,
-    prepare_set,
     used_settings,
 )
 from scripts.prepare import train_command
@@ -51,8 +49,7 @@ def write_texts(path, texts):
 
 
 def prepare(source, tokenizer_path, output, **options):
-    return prepare_set("documents", source, output, PreparationOptions(
-        tokenizer_path, **{"tokenizer_backend": "tiktoken", "shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options))
+    return prepared_set("documents", source, tokenizer_path, output, **{"tokenizer_backend": "tiktoken", "shard_tokens": 5000} | options)
 
 
 def tokenize_by(monkeypatch, tokenize):
@@ -106,18 +103,16 @@ def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path,
 
 
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, monkeypatch):
-    path = tmp_path / "x.jsonl"
+    """test_tokenize_chats.py has the settings that chats have, too."""
+    path, other_tokenizer = tmp_path / "x.jsonl", tmp_path / "other.model"
     write_jsonl(path, ({"text": text, "body": text} for text in stories(60)))
-    other_tokenizer = tmp_path / "other.model"
     lines = Path(tokenizer_path).read_bytes().splitlines()
     other_tokenizer.write_bytes(b"\n".join([lines[1].split()[0] + b" 0", lines[0].split()[0] + b" 1", *lines[2:]]) + b"\n")
-    one = Source(path=str(path))
 
-    def name(source=one, tokenizer=tokenizer_path, **options):
-        return prepare(source, tokenizer, tmp_path / "out", **options).name
+    def name(tokenizer=tokenizer_path, **fields):
+        return prepare(Source(path=str(path), **fields), tokenizer, tmp_path / "out").name
 
-    names = [name(), name(Source(path=str(path), column="body")), name(Source(path=str(path), documents="blank")),
-             name(tokenizer=str(other_tokenizer)), name(shard_tokens=6000), name(validation_fraction=0.2), name(max_documents=50)]
+    names = [name(), name(column="body"), name(documents="blank"), name(other_tokenizer)]
     path.write_text(path.read_text().replace("Story 7", "Story 8"))
     names.append(name())
     monkeypatch.setattr(preparation, "CODE_VERSION", preparation.CODE_VERSION + 1)
@@ -212,6 +207,9 @@ def write_source(folder: Path, kind: str) -> str:
     folder.mkdir()
     for number, part in enumerate((texts[:100], texts[100:])):
         path = folder / f"{number}{kind.partition(' ')[0]}"
+        if kind == "hub":
+            write_texts(folder / f"train-{number}.jsonl", part)
+            continue
         if path.suffix == ".txt":
             end = b"\r" if kind.endswith(" cr") else b"\n"
             path.write_bytes("".join(f" = {text[6:9]} = \n{text}\n\nand more\n\n" for text in part).encode().replace(b"\n", end) + b"\xff\nend\n".replace(b"\n", end))
@@ -225,9 +223,11 @@ def write_source(folder: Path, kind: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json"])
+@pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json", "hub"])
 def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch, kind):
-    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.split()[1] if " " in kind else "")
+    path, rows = write_source(tmp_path / "source", kind), sources._read_hub
+    source = Source(name=path) if kind == "hub" else Source(path=path, documents=kind.split()[1] if " " in kind else "")
+    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
     options = {"on_bad_record": "skip", "max_documents": 550, "validation_fraction": None, "journal_seconds": 0.0}
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     monkeypatch.setattr(sources, "TABLE_ROWS", 100)
@@ -253,12 +253,13 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
 
     with monkeypatch.context() as patch:
         patch.setattr("data_pipeline.source_files.open", lambda *path: io.BufferedReader(Counting(*path), 512), raising=False)
+        patch.setattr(sources, "_read_hub", lambda *arguments: (read.append(1) or row for row in rows(*arguments)))
         resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
     assert shards_of(resumed) == shards_of(calm)
     assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
-    size = sum(path.stat().st_size for path in Path(source.path).iterdir())
+    size = 500 if kind == "hub" else sum(file.stat().st_size for file in Path(path).iterdir())
     # A Parquet file of this size, and the rest of one with CR, are read at once, and the first file, a sixth of the source, never again.
-    assert 0 < sum(read) < size * (0.7 if kind in (".jsonl", ".txt blank", ".txt blank cr", ".txt line", ".txt wikitext") else 1.2)
+    assert 0 < sum(read) < size * (0.7 if kind == ".jsonl" or ".txt" in kind else 1.2)
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
@@ -271,14 +272,6 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, mo
     tokenize_by(monkeypatch, meddling)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(source, tokenizer_path, tmp_path / "out")
-
-
-def assert_no_process_left(group):
-    deadline = time.monotonic() + PATIENCE
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -294,7 +287,11 @@ def test_a_preparation_that_is_stopped_leaves_no_process(number, tmp_path, token
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in error
         assert error.splitlines()[-1] == "Stopped. Run the same command again to continue."
-    assert_no_process_left(process.pid)
+    deadline = time.monotonic() + PATIENCE
+    with pytest.raises(ProcessLookupError):  # none is left in its group
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
 
 
 def die(spec, texts):
@@ -331,34 +328,3 @@ def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, mon
         assert f"--pretrain-checkpoint {start}" in train_command("chats", folder, used)
     with pytest.raises(SettingsError, match="without effect here, remove --pretrain-checkpoint"):
         flag_parser("documents", "").refuse_unused(flags, *used_settings("documents"))
-
-
-def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch):
-    pytest.importorskip("datasets")
-    texts, hub = stories(600), tmp_path / "hub"
-    hub.mkdir()
-    for number in range(3):
-        write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
-    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
-    monkeypatch.setattr(sources, "TABLE_ROWS", 100)  # between the states that `datasets` gives
-    source, chunks = Source(name=str(hub)), []
-    options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}
-    calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
-
-    def fails_late(spec, documents):
-        chunks.append(documents)
-        if sum(map(len, chunks)) > 450:
-            raise DataError("planted")
-        return DOCUMENTS.tokenize(spec, documents)
-
-    with monkeypatch.context() as patch:
-        tokenize_by(patch, fails_late)
-        with pytest.raises(DataError, match="planted"):
-            prepare(source, tokenizer_path, tmp_path / "out", **options)
-    read, rows = [], sources._read_hub
-    monkeypatch.setattr(sources, "_read_hub", lambda *arguments: (read.append(row) or row for row in rows(*arguments)))
-    resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
-    assert shards_of(resumed) == shards_of(calm)
-    assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
-    assert 0 < len(read) < 250

@@ -1,7 +1,9 @@
 """Chats are written token for token as Meta and transformers write them, and nothing but the assistant's words is learned."""
 
+import datetime
 import hashlib
 import json
+import random
 import re
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
+from data_pipeline.chats import Example, messages_in
+from data_pipeline.examples import _label_fault as label_fault
 from data_pipeline.examples import kind_of_examples
 from data_pipeline.source_files import Source
 from data_pipeline.sources import Reading
@@ -20,6 +24,7 @@ from data_pipeline.vocabulary import train_bpe
 from extensions.inference.text import note_of_controls
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
+transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -62,12 +67,8 @@ def flat(segments):
     return [token for ids, _ in segments for token in ids]
 
 
-def learned(segments, tokenizer):
-    return [tokenizer.decode(ids) for ids, is_target in segments if is_target]
-
-
 def by_transformers(folder, messages, **options):
-    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
@@ -149,49 +150,23 @@ def test_a_chat_with_tools_has_the_template_tool_use_as_in_transformers(place, w
 TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.replace("~", " ~ ")}
 
 
-@pytest.fixture(params=TEMPLATES)
-def any_format(request, with_template, native, hf_tokenizer):
-    if request.param == "llama 3":
-        return load_chat_format(hf_tokenizer)
-    return load_chat_format(with_template(TEMPLATES[request.param], "<|im_start|>", "<|im_end|>"))
+@pytest.mark.parametrize("name", ["native", *TEMPLATES])
+def test_user_text_never_becomes_a_control_token(name, native, hf_tokenizer, with_template):
+    tokenizer = native if name == "native" else hf_tokenizer if name == "llama 3" else with_template(TEMPLATES[name], "<|im_start|>", "<|im_end|>")
+    chat_format = load_chat_format(tokenizer)
+    tokenizer = chat_format.tokenizer
+    literals = "".join(tokenizer.special_ids)[:300]
+    plain = [{**message, "content": f"a {message['content']} b"} for message in DIALOG]
+    hostile = [{**message, "content": f"a {literals} x{literals[0]}{literals}\ue000{message['content']}{literals} b"} for message in DIALOG]
+    controls = [[token for token in flat(chat_format.encode_chat(messages)) if token in tokenizer.special_ids.values()]
+                for messages in (plain, hostile)]
+    assert controls[0] == controls[1]
+    texts = [tokenizer.decode(ids) for ids, is_target in chat_format.encode_chat(hostile) if is_target]
+    assert [hostile[place]["content"] in text for place, text in zip((1, 3), texts)] == [True, True]
+    assert tokenizer.decode(chat_format.encode_prompt(hostile[:1])).count(literals) == 3
 
 
-def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_format, native):
-    for chat_format in (any_format, load_chat_format(native)):
-        segments = chat_format.encode_chat([*DIALOG, {"role": "user", "content": "and then?"}])
-        assert [is_target for _, is_target in segments] == [False, True] * 2
-        end = chat_format.tokenizer.decode([chat_format.end_of_turn_id])
-        assert [text.removesuffix(end).strip() for text in learned(segments, chat_format.tokenizer)] == [
-            DIALOG[1]["content"], DIALOG[3]["content"]]
-        assert all(ids[-1] == chat_format.end_of_turn_id for ids, is_target in segments if is_target)
-        assert chat_format.encode_chat(DIALOG) == segments
-
-
-def test_two_answers_share_their_prompt_to_the_token(any_format, native):
-    for chat_format in (any_format, load_chat_format(native)):
-        prompt = chat_format.encode_prompt(DIALOG[:3])
-        for answer in ("It's me", "1 cat", "no"):
-            whole = flat(chat_format.encode_chat([*DIALOG[:3], {"role": "assistant", "content": answer}]))
-            assert whole == prompt + chat_format.encode_answer(DIALOG[:3], {"role": "assistant", "content": answer})
-
-
-def test_user_text_never_becomes_a_control_token(any_format, native):
-    for chat_format in (any_format, load_chat_format(native)):
-        tokenizer = chat_format.tokenizer
-        literals = "".join(tokenizer.special_ids)[:300]
-        plain = [{**message, "content": f"a {message['content']} b"} for message in DIALOG]
-        hostile = [{**message, "content": f"a {literals} x{literals[0]}{literals}\ue000{message['content']}{literals} b"}
-                   for message in DIALOG]
-        controls = [[token for token in flat(chat_format.encode_chat(messages)) if token in tokenizer.special_ids.values()]
-                    for messages in (plain, hostile)]
-        assert controls[0] == controls[1]
-        texts = learned(chat_format.encode_chat(hostile), tokenizer)
-        assert [hostile[place]["content"] in text for place, text in zip((1, 3), texts)] == [True, True]
-        prompt = chat_format.encode_prompt(hostile[:1])
-        assert tokenizer.decode(prompt).count(literals) == 3
-
-
-# Those beside test_family_chats.py, and the ends of their turns.
+# Those beside FAMILIES, and the ends of their turns.
 KNOWN = {"gemma": "<end_of_turn>", "gemma3": "<end_of_turn>", "gemma_training": "<end_of_turn>", "phi3": "<|end|>",
          "cohere_training": "<|END_OF_TURN_TOKEN|>", "qwen3_instruct_2507": "<|im_end|>", "llama3_training": "<|eot_id|>"}
 
@@ -209,7 +184,7 @@ def test_templates_of_well_known_models_give_the_ids_of_transformers(name, rstri
         for dialog in (DIALOG, other):
             assert_as_transformers(chat_format, tmp_path, [*start, *dialog])
     if name in ("llama3_training", "cohere_training") and not rstrip:  # they mark the very same
-        loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+        loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
         marked = loaded.apply_chat_template(DIALOG, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
         assert marked == [int(is_target) for ids, is_target in chat_format.encode_chat(DIALOG) for _ in ids]
 
@@ -294,3 +269,141 @@ def test_words_that_a_template_turns_into_a_control_token_are_refused(filters, h
             with pytest.raises(DataError, match=r"rewrites the text in a way that changes its control tokens .*<\|im_(end|start)\|>"):
                 encode(chat)
     assert chat_format.encode_prompt([{"role": "user", "content": "<|im_end|"}]), "half a name is text"
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "description": f"It may {name} <|im_end|> ä", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}} for name in ("look_up", "add")]
+# In the manner of SmolLM 3: a date, a switch that the system's message explains, and marks that include the header.
+SWITCHED = """{%- set mode = "/no_think" if enable_thinking is defined and not enable_thinking else "/think" %}
+{{- "<|im_start|>system\n## Today: " ~ strftime_now("%d %B %Y") ~ "\nMode: " ~ mode ~ "\n\n" }}
+{%- if messages[0].role == "system" %}{{- messages[0].content.rstrip() }}{%- endif %}
+{%- if tools %}{{- "\n### Tools\n<tools>\n" }}{%- for tool in tools %}{{- tool | string ~ "\n" }}{%- endfor %}{{- "</tools>" }}{%- endif %}
+{{- "<|im_end|>\n" }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}{{ "<|im_start|>user\n" + message.content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" %}
+        {%- generation %}
+        {{- "<|im_start|>assistant\n" }}
+        {%- if mode == "/no_think" %}{{- "<think>\n\n</think>\n" }}
+        {%- elif message.reasoning_content %}{{- "<think>" + message.reasoning_content + "</think>" }}{%- endif %}
+        {{- message.content.lstrip("\n") }}
+        {%- for call in message.tool_calls or [] %}
+            {{- "<tool_call>" ~ {"name": call.function.name, "arguments": call.function.arguments} | tojson ~ "</tool_call>" }}
+        {%- endfor %}
+        {{- "<|im_end|>\n" }}
+        {%- endgeneration %}
+    {%- elif message.role == "tool" %}{{ "<|im_start|>user\n" + message.content + "<|im_end|>\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" ~ ("<think>\n\n</think>\n" if mode == "/no_think" else "") }}{%- endif %}"""
+INSTRUCTED = """{{ bos_token }}{%- for message in messages %}
+    {%- if message.role == "user" %}{{- "[INST] " + message.content + " [/INST]" }}
+    {%- elif message.role == "assistant" %}{% generation %}{{ " " + message.content.strip() + eos_token }}{% endgeneration %}
+    {%- else %}{{ raise_exception("Only user and assistant roles are supported!") }}{%- endif %}{%- endfor %}"""
+IM = ("<|im_start|>", "<|im_end|>")
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+# The template, of TRL if it is a name, its control tokens, what its chats may have, and where an answer begins and ends
+# if the template does not mark that.
+FAMILIES = {"llama": ("llama3_training", LLAMA, "system", None),
+            "llama 3.1": ("llama3_1", LLAMA, "system tools", ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>")),
+            "llama 3.2": ("llama3_2", LLAMA, "system tools", ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>")),
+            "qwen2": ("qwen2_5_training", IM, "system tools words", None),
+            "qwen2, unmarked": ("qwen2_5", IM, "system tools words", ("<|im_start|>assistant\n", "<|im_end|>")),
+            "qwen3": ("qwen3_training", IM, "system tools words reasoning switch", None),
+            "qwen3, unmarked": ("qwen3", IM, "system tools words once", ("<|im_start|>assistant\n", "<|im_end|>")),
+            "mistral": (INSTRUCTED, (), "", None), "smollm3": (SWITCHED, IM, "system tools words reasoning switch", None)}
+
+
+class Day(datetime.datetime):
+    @classmethod
+    def now(cls):
+        return cls(2024, 7, 26)
+
+
+def some_words(chance: random.Random, most: int = 8) -> str:
+    return " ".join(chance.choice(["cat", "it's", "12:30", "ä", "日本", "<tool_call>", "{\"a\": 1}", "<|eot_id|>", "a\n\nb", "\\", "'"])
+                    for _ in range(chance.randint(1, most)))
+
+
+def conversation(chance: random.Random, may: str) -> tuple[list[dict], dict]:
+    """A chat and the variables of its template. With `once`, a single question, answered with reasoning."""
+    messages = [{"role": "system", "content": some_words(chance)}] if "system" in may and chance.random() < 0.5 else []
+    options = {"tools": TOOLS} if "tools" in may and chance.random() < 0.7 else {}
+    if "switch" in may and chance.random() < 0.5:
+        options["enable_thinking"] = chance.random() < 0.5
+    for _ in range(1 if "once" in may else chance.randint(1, 3)):
+        messages.append({"role": "user", "content": f"{some_words(chance)} ?"})
+        while True:
+            answer = {"role": "assistant", "content": some_words(chance)}
+            if ("reasoning" in may or "once" in may) and options.get("enable_thinking", True) and chance.random() < 0.6:
+                answer["reasoning_content"] = some_words(chance, 20)
+            calls = chance.randint(0, 1 + ("words" in may)) if options.get("tools") else 0
+            if calls and not ("words" in may and chance.random() < 0.5):
+                answer["content"] = ""
+            arguments = [{"city": some_words(chance), some_words(chance): [chance.random(), None, {"x": True}]} for _ in range(calls)]
+            if calls:
+                answer["tool_calls"] = [{"id": f"call{number}", "type": "function", "function": {"name": chance.choice(["look_up", "add"]),
+                                         "arguments": each}} for number, each in enumerate(arguments)]
+            messages.append(answer)
+            messages += [{"role": "tool", "name": "add", "tool_call_id": f"call{number}", "content": some_words(chance)} for number in range(calls)]
+            if not calls or chance.random() < 0.1:
+                break
+        if calls:  # the chat ends in a call
+            while messages[-1]["role"] == "tool":
+                messages.pop()
+            break
+    return messages, options
+
+
+CHATS = 40  # of each family; rare parts of a chat are in a tenth of them
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_chats_have_the_ids_and_masks_of_transformers(family, with_template, tmp_path, monkeypatch):
+    name, controls, may, ends = FAMILIES[family]
+    if "{" not in name:
+        folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+        name = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    chat_format = load_chat_format(with_template(name, *controls))
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Day)
+    chance, chats = random.Random(family), 0
+    while chats < CHATS:
+        messages, options = conversation(chance, may)
+        literals = [text for text in (str(messages), str(options)) for control in (*controls, "</s>") if control in text]
+        values = {"date_string": "26 Jul 2024"} if family == "llama 3.2" else {}
+        read = messages_in("messages", messages)
+        assert read == messages
+        segments = chat_format.encode_chat(read, options | values)
+        assert label_fault(Example("", read), segments, chat_format) is None
+        if literals:  # transformers makes control tokens of what people write
+            continue
+        chats += 1
+        reference = hf_tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=ends is None, **options, **values)
+        ids, mask = reference["input_ids"], reference.get("assistant_masks")
+        if ends:
+            text, pieces = hf_tokenizer.decode(ids), []
+            for index, piece in enumerate(text.split(ends[0])):
+                answer_text, found, rest = piece.partition(ends[1]) if index else ("", "", piece)
+                pieces += [(answer_text + found, 1), (rest + ends[0], 0)]
+            pieces[-1] = (pieces[-1][0].removesuffix(ends[0]), 0)
+            encoded = [(hf_tokenizer.encode(text, add_special_tokens=False), flag) for text, flag in pieces]
+            assert [token for each, _ in encoded for token in each] == ids
+            mask = [flag for each, flag in encoded for _ in each]
+        targets = [int(is_target) for part, is_target in segments for _ in part]
+        assert flat(segments) == ids[:len(targets)] and targets == mask[:len(targets)] and not any(mask[len(targets):])
+        turn = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        prompt = chat_format.encode_prompt(read[:turn], options | values)
+        assert prompt == hf_tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **values)
+        if "tool_calls" not in messages[-1]:
+            answer = chat_format.encode_answer(read[:turn], read[turn], options | values)
+            assert (prompt + answer)[:len(ids)] == ids[:len(prompt + answer)]
+
+
+def test_reasoning_that_a_template_leaves_out_is_refused(with_template):
+    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    chat_format = load_chat_format(with_template(template, *IM))
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}]
+    assert "Hm." in chat_format.tokenizer.decode(flat(chat_format.encode_chat(turns)))
+    with pytest.raises(DataError, match="leaves out reasoning.*a chat for each answer"):
+        chat_format.encode_chat(turns * 2)

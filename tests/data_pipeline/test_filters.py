@@ -1,20 +1,25 @@
-"""Overlaps with evaluation items are those that all runs of words show."""
+"""Which items are held out, and which overlap with evaluation items."""
 
 import json
 import re
 from functools import cache
+from itertools import count
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from factories import write_jsonl
+from factories import prepared_set, write_jsonl
 
 from common.errors import DataError
 from data_pipeline import filters
 from data_pipeline import prepare as preparation
 from data_pipeline.filters import EvaluationItems, words_of
+from data_pipeline.prepare import SplitPlan, cut_tails, plan_split
 from data_pipeline.shards import MANIFEST
-from data_preparation_utils import PreparationOptions, describe, prepare_set
+from data_pipeline.sources import Document
+from data_pipeline.workers import position_of
+from data_preparation_utils import describe
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
 
@@ -25,23 +30,17 @@ def runs_of(text, length):
     return {tuple(words[start:start + length]) for start in range(len(words) - length + 1)}
 
 
-def overlap_cases(tmp_path):
-    rng = Random(2)
+def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
+    rng, texts = Random(2), []
     items = [{"ctx": " ".join(rng.choices(WORDS, k=rng.randrange(4, 30))), "label": 1,
               "endings": [" ".join(rng.choices(WORDS, k=8)) for _ in range(4)]} for _ in range(40)]
     write_jsonl(tmp_path / "items.jsonl", items)
-    texts = []
     for _ in range(300):
         item = rng.choice(items)
         words = f"{item['ctx']} {rng.choice(item['endings'])}".split()
         length, around = rng.randrange(9, 18), rng.choices(WORDS, k=40)
         start = rng.randrange(max(1, len(words) - length))
         texts.append(" ".join(around[:20] + [word.upper() + "," for word in words[start:start + length]] + around[20:]))
-    return items, texts
-
-
-def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
-    items, texts = overlap_cases(tmp_path)
     found = EvaluationItems(str(tmp_path / "items.jsonl"))
     # A text of 12 words, the shortest here, is compared as a whole.
     of_items = [set().union(*(runs_of(text, min(13, len(text.split()))) for text in (f"{item['ctx']} {ending}" for ending in item["endings"])))
@@ -72,9 +71,8 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     texts += texts[::3]
     source = write_jsonl(tmp_path / "x.jsonl", map(record, texts))
 
-    def run(output, workers=1, **options):
-        options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=workers, **options)
-        return prepare_set(kind, source, tmp_path / output, options)
+    def run(output, **options):
+        return prepared_set(kind, source, prepared.tokenizer, tmp_path / output, **options)
 
     items = {"decontaminate": str(tmp_path / "items.jsonl")}
     calm = run("calm", **items)
@@ -106,6 +104,56 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     # The key counts the filter, and the content of the items, not their name.
     (tmp_path / "items.jsonl").rename(tmp_path / "renamed.jsonl")
     assert run("calm", decontaminate=str(tmp_path / "renamed.jsonl")) == calm != run("calm")
-    write_jsonl(tmp_path / "renamed.jsonl", [{"ctx": contexts[0], "endings": ["a", "b", "c", "d"]}])
-    changed = json.loads((run("calm", decontaminate=str(tmp_path / "renamed.jsonl")) / MANIFEST).read_text())
-    assert changed["removed"]["overlaps"]["count"] == 6, "the same process reads them again"
+
+
+def keys(how_many, lowest=0.05, start=0):
+    """Different keys whose positions are at least `lowest`, so that the usual share holds out none of them."""
+    found = (f"key {number}" for number in count(start) if position_of(f"key {number}") >= lowest)
+    return [next(found) for _ in range(how_many)]
+
+
+def items(*openings):
+    return [SimpleNamespace(split_key=key, whole_key=f"whole {key} {number}") for key, times in openings for number in range(times)]
+
+
+def plan(examples, requested=0.05, kind="chats"):
+    return plan_split(SimpleNamespace(name=kind), examples, requested)
+
+
+@pytest.mark.parametrize("others, answers, is_common", [(184, 16, False), (183, 17, True), (3975, 25, False), (3974, 26, True)])
+def test_an_opening_is_common_beyond_sixteen_answers_and_an_eighth_of_what_is_held_out(others, answers, is_common):
+    opening, *more = keys(1 + others)
+    assert plan(items((opening, answers), *((key, 1) for key in more))).common == [position_of(opening)] * is_common
+
+
+def test_one_opening_of_few_answers_is_common_and_alone_holds_out_nothing():
+    assert plan(items((keys(1)[0], 10))).common and not plan(items((keys(1)[0], 10)), kind="").common
+    assert plan(items((keys(1)[0], 1)), requested=None) == SplitPlan(0.0, [position_of(keys(1)[0])])
+    assert plan(items((keys(1, 0.3)[0], 1)), requested=0.3, kind="").fraction == 0.3
+
+
+def test_a_large_set_keeps_its_common_openings_and_reserves_what_others_hold_out():
+    opening, *more = keys(4001)
+    assert plan(items((opening, 1000), *((key, 1) for key in more)), requested=None) == SplitPlan(0.005, [position_of(opening)], 0.05)
+
+
+@pytest.mark.parametrize("size, requested, rank", [(20, 0.05, 1), (60, 0.05, 3), (70, 0.05, 3), (75, 0.05, 4), (60, None, 3)])
+def test_without_a_key_in_the_share_as_many_are_held_out_as_come_nearest(size, requested, rank):
+    chosen = keys(size)
+    ordered = sorted(map(position_of, chosen))
+    assert plan(items(*((key, 1) for key in chosen)), requested).fraction == sum(ordered[rank - 1:rank + 1]) / 2
+
+
+def test_of_few_documents_the_ends_are_held_out_and_of_a_part_of_many_what_the_share_gives():
+    assert [plan(items(*((key, 1) for key in keys(size))), None, kind="").fraction is None for size in (19, 20)] == [True, False]
+    assert [plan(items(*((key, 1) for key in keys(size))), 0.05, kind="").fraction == 0.05 for size in (399, 400)] == [False, True]
+
+
+@pytest.mark.parametrize("ends, cut", [({81: "\n\n", 88: "\n"}, 83), ({85: "\n"}, 86), ({82: "\n", 87: "\n"}, 88), ({82: "\n\n", 86: "\n\n"}, 88),
+                                       ({}, 90), ({75: "\n\n"}, 90), ({91: "\n"}, 90)])
+def test_a_document_is_cut_at_the_last_end_of_a_paragraph_or_line_in_its_ninth_tenth(ends, cut):
+    text = "x" * 100
+    for place, end in ends.items():
+        text = text[:place] + end + text[place + len(end):]
+    assert [*cut_tails([Document("x:1", text)])] == [Document("x:1", text[:cut], "train"), Document("x:1", text[cut:], "validation")]
+    assert [*cut_tails([Document("x:1", 90 * "x" + 10 * " ")])] == [Document("x:1", 90 * "x", "train")], "a blank end is nothing"

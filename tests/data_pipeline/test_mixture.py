@@ -118,11 +118,10 @@ def sources(tmp_path_factory, prepared):
              {"path": str(folder / "plays.txt"), "documents": "line", "label": "plays"}]
     options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
 
-    def make(*phases, **changes):
+    def make(*phases):
         described = {"sources": files, "phases": [{"until": until, "weights": dict(zip(("farm", "plays"), weights))}
                                                   for until, weights in phases]}
-        return prepare_mixture("documents", write_mix(folder, described), folder / "sets",
-                               options if not changes else PreparationOptions(**vars(options) | changes))
+        return prepare_mixture("documents", write_mix(folder, described), folder / "sets", options)
 
     return make
 

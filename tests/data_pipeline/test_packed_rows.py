@@ -5,18 +5,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from factories import furthest, new_model, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from config import ModelConfig
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
-from data_pipeline.vocabulary import train_bpe, write_tiktoken
-from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import Batch, ExampleRows, open_example_set
+from dataloaders import ExampleRows, open_example_set
 from model_kernels.head import IGNORE_INDEX
-from tokenizer import Tokenizer
 
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # whether a part of an example is a target
@@ -31,15 +26,12 @@ def write_stream(folder, name, values, dtype, cuts):
     return {"tokens": len(values), "shards": entries}
 
 
-def segments_of(example):
-    return [len(ids) << 2 | (number == len(example)) << 1 | target for number, (target, ids) in enumerate(example, 1)]
-
-
-def write(folder, kind, examples, segments=None, cuts=((), ())):
+def write(folder, kind, examples, cuts=((), ())):
     """Write a prepared folder with a train split, from examples that are lists of (target, ids)."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = [token for example in examples for _, part in example for token in part]
-    segments = [segment for example in examples for segment in segments_of(example)] if segments is None else segments
+    segments = [len(part) << 2 | (number == len(example)) << 1 | target
+                for example in examples for number, (target, part) in enumerate(example, 1)]
     split = write_stream(folder, "train", ids, "uint16", cuts[0]) | {"documents": len(examples)}
     split["segments"] = write_stream(folder, "train-segments", segments, "uint32", cuts[1])
     manifest = {"format": 1, "kind": kind, "dtype": "uint16", "vocab_size": VOCABULARY, "tokenizer_sha256": "abc",
@@ -119,29 +111,6 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
         torch.int64, torch.int64, torch.int32, torch.int64]
 
 
-def loss_and_gradients(model, batches):
-    model.zero_grad()
-    loss = torch.zeros(())
-    for batch in batches:
-        part = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                      target_index_M=batch.target_index_M, mode="sum")
-        part.backward()
-        loss += part.detach()
-    return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("kind", DRAW)
-def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_path):
-    examples = DRAW[kind](30, seed=1)
-    model = new_model(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
-    rows = ExampleRows(opened(write(tmp_path, kind, examples), kind), 48)
-    assert len(rows) < 20
-    alone = [Batch(*(torch.tensor([column]) for column in zip(*sequence))) for example in examples for sequence in sequences_of(kind, example, 48)]
-    packed, expected = (loss_and_gradients(model, batches) for batches in (
-        [rows(indices) for indices in np.array_split(np.arange(len(rows)), 3)], alone))
-    assert float(packed[0]) == pytest.approx(float(expected[0]), rel=1e-5) and furthest(packed[1], expected[1]) < 1e-5
-
-
 def test_the_rows_stay_as_they_are(tmp_path):
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
     chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
@@ -170,27 +139,18 @@ def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remain
     assert rows.tokens == 6 + 8 + 8 + 8
 
 
-def pairs_of(*lengths):
-    return [[(PROMPT, [*range(1, 1 + p)]), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in lengths]
-
-
-def documents_of(rows):
-    """Return {pair: [chosen, rejected]}, each as (tokens, targets)."""
+def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_path):
+    pairs = opened(write(tmp_path, "pairs", [[(PROMPT, [*range(1, 1 + p)]), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in (
+        (3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20))]), "pairs")
+    rows = ExampleRows(pairs, 9)
+    assert (rows.examples, rows.left_out, rows.truncated, rows.row_tokens) == (4, 0, 2, 18)
+    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {100 * rows.fill:.1f} % full, 2 cut to MAX_SEQ_LEN=9"
     found = {}
     for row in range(len(rows)):
         batch = rows(np.array([row]))
         for place, example in enumerate(rows.examples_in(row).tolist()):
             own = [batch.document_ids_BT == 2 * place + side for side in (1, 2)]
-            found[example] = [(batch.tokens_BT[each].tolist(), batch.targets_BT[each].tolist()) for each in own]
-    return found
-
-
-def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_path):
-    pairs = opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20))), "pairs")
-    rows = ExampleRows(pairs, 9)
-    assert (rows.examples, rows.left_out, rows.truncated, rows.row_tokens) == (4, 0, 2, 18)
-    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {100 * rows.fill:.1f} % full, 2 cut to MAX_SEQ_LEN=9"
-    found = {pair: [[*tokens, targets[-1]] for tokens, targets in documents] for pair, documents in documents_of(rows).items()}
+            found[example] = [[*batch.tokens_BT[each].tolist(), int(batch.targets_BT[each][-1])] for each in own]
     assert found == {0: [[1, 2, 3, 2, 2], [1, 2, 3, 3, 3, 3]], 1: [[1, 2, 3, 4, *[2] * 6], [1, 2, 3, 4, *[3] * 6]],
                      2: [[*range(44, 51), 2], [*range(44, 51), 3, 3, 3]],  # the prompt's end, beside the longer answer
                      3: [[*range(5, 10), *[2] * 5], [*range(5, 10), *[3] * 5]]}  # half a row
@@ -223,37 +183,3 @@ def test_segments_that_are_overwritten_during_a_run_change_nothing(tmp_path):
     before = [[part.tolist() for part in examples.read(number)] for number in (0, 1)]
     os.truncate(tmp_path / "train-segments-00000.bin", 0)
     assert [[part.tolist() for part in examples.read(number)] for number in (0, 1)] == before
-
-
-# Llama 3's format, with the tags that tell transformers which tokens are the assistant's.
-MARKED_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
-{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}\
-{% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}\
-{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"""
-
-
-def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    ranks = train_bpe(["Who has the cat? The cat sat on the mat; Anna says that it's hers. user assistant system\n\n"] * 9, 300)
-    write_tiktoken(ranks, tmp_path / "tokenizer.model")
-    tokenizer = Tokenizer(ranks)
-    tokenizer.save_huggingface(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    roles = ["user", "assistant"] * 3
-    chats = [[{"role": role, "content": f"{'The cat sat. ' * (turn + number % 3)}{number}"} for turn, role in
-              enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
-    source = write_jsonl(tmp_path / "chats.jsonl", ({"messages": chat} for chat in chats))
-    options = PreparationOptions(str(tmp_path / "tokenizer.model"), "auto", 200, 0, workers=1)
-    folder = prepare_set("chats", source, tmp_path / "sft", options)
-    rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256), 512)
-    batch, expected = rows(np.arange(len(rows))), []
-    for chat in chats:
-        labelled = theirs.apply_chat_template(chat, chat_template=MARKED_TEMPLATE, return_dict=True,
-                                              return_assistant_tokens_mask=True)
-        labels = [token if said else IGNORE_INDEX for token, said in zip(labelled["input_ids"], labelled["assistant_masks"])]
-        expected.append((labelled["input_ids"][:-1], labels[1:]))
-    for row in range(len(rows)):
-        for document, example in enumerate(rows.examples_in(row).tolist(), 1):
-            own = batch.document_ids_BT[row] == document
-            assert (batch.tokens_BT[row, own].tolist(), batch.targets_BT[row, own].tolist()) == expected[example]
-            assert expected[example][1][-1] == tokenizer.special_ids["<|eot_id|>"]

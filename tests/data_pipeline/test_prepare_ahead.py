@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from commands import Command
-from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
+from factories import PATIENCE, TinyRun, prepared_set, sentence, wait_until, write_jsonl
 from test_packed_rows import PROMPT, WORDS, write
 
 from common.activity import ACTIVITY
@@ -25,7 +25,6 @@ from config import Config
 from data_pipeline import prepare as preparation
 from data_pipeline.examples import open_example_set
 from data_pipeline.shards import MANIFEST, TokenizerInfo
-from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows
 from extensions import prepare_ahead
 from extensions.preparation import look, slots_of, why_ended
@@ -55,9 +54,8 @@ def write_source(folder, documents=None, kind="documents"):
     return Path(write_jsonl(folder / "text.jsonl", map(record, range(documents))))
 
 
-def prepare(source, tokenizer, output, ahead=True, kind="documents", **options):
-    options = PreparationOptions(str(tokenizer), "auto", SHARDS[kind], 0.1, workers=1, ahead=ahead, **options)
-    return prepare_set(kind, str(source), output, options)
+def prepare(source, tokenizer, output, kind="documents", **options):
+    return prepared_set(kind, source, tokenizer, output, **{"shard_tokens": SHARDS[kind], "ahead": True} | options)
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +105,6 @@ def publish(whole, folder, shards, held_out=0):
     preparation.write_json(folder / preparation.JOURNAL, {**manifest, "splits": splits})
 
 
-def patch_sleep(monkeypatch, sleep):
-    """Replace `sleep` in prepare_ahead.py alone: other threads sleep, too."""
-    monkeypatch.setattr(prepare_ahead, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-
-
 def grow_when_waited_for(monkeypatch, whole, folder, first):
     """Publish one more shard each time that a run waits for one; returns the list of their numbers."""
     published, ticks = [first], []
@@ -124,7 +117,7 @@ def grow_when_waited_for(monkeypatch, whole, folder, first):
             published.append(published[-1] + 1)
             publish(whole, folder, published[-1])
 
-    patch_sleep(monkeypatch, sleep)
+    monkeypatch.setattr(prepare_ahead, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))  # other threads sleep, too
     monkeypatch.setattr("extensions.preparation.why_ended", lambda folder: "")
     return published
 
@@ -198,8 +191,7 @@ def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, w
 
 
 def test_validation_is_that_of_the_whole_set_while_its_last_shard_is_written(tmp_path, prepared):
-    options = PreparationOptions(str(prepared.tokenizer), "auto", SHARDS["documents"], 0.3, workers=1)
-    whole = prepare_set("documents", str(write_source(tmp_path)), tmp_path / "sets", options)
+    whole = prepare(write_source(tmp_path), prepared.tokenizer, tmp_path / "sets", ahead=False, validation_fraction=0.3)
     publish(whole, tmp_path / "grows", 2, held_out=2)
     files = json.loads((whole / MANIFEST).read_text())["splits"]["validation"]["shards"]
     tokens = np.concatenate([np.fromfile(whole / each["file"], "<u2", offset=1024) for each in files])
@@ -210,11 +202,16 @@ def test_validation_is_that_of_the_whole_set_while_its_last_shard_is_written(tmp
 
 
 @both_kinds
-def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd, kind):
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd, kind, finished):
+    """It is stopped and resumed, when more is prepared or all."""
     assert "Waiting for data" not in (before.folder / "log" / "rank-0.txt").read_text()
     published = grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
-    meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows").trained()
-    assert len(published) > 2
+    meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows")
+    assert meanwhile.train(STOP_STEP=4) == 0
+    if finished:
+        publish(whole, tmp_path / "grows", 1000)
+    assert meanwhile.train() == 0 and len(published) > 1
     out = capfd.readouterr().out
     assert f"Waiting for data: step 3 needs more than {SHARDS[kind]:,} tokens in 1 shard" in out
     assert steps_of(meanwhile) == steps_of(before) and len(steps_of(before)) == 6
@@ -224,18 +221,6 @@ def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, pr
     assert "text.jsonl" in card and "token files" not in card
     usual = ahead_run(prepared, tmp_path / "usual", whole, PREPARE_AHEAD="false")
     assert usual.train() == 0 and steps_of(usual) != steps_of(before), "without PREPARE_AHEAD, rows are shuffled over all shards"
-
-
-@both_kinds
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_resumed_run_is_the_same(tmp_path, prepared, whole, before, monkeypatch, finished):
-    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
-    run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows")
-    assert run.train(STOP_STEP=4) == 0
-    if finished:
-        publish(whole, tmp_path / "grows", 1000)
-    assert run.train() == 0
-    assert steps_of(run) == steps_of(before) and run.hashes(6) == before.hashes(6)
 
 
 @both_kinds

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -123,10 +122,6 @@ def best_fit_decreasing(lengths, capacity):
     return sorted(rooms)
 
 
-def rooms_of(packing, lengths, capacity):
-    return sorted(capacity - int(lengths[packing.items_in(bin)].sum()) for bin in range(len(packing)))
-
-
 @settings(max_examples=300)
 @given(problems)
 def test_every_item_is_packed_once_and_as_the_naive_way_packs_it(problem):
@@ -135,19 +130,8 @@ def test_every_item_is_packed_once_and_as_the_naive_way_packs_it(problem):
     assert sorted(packing.items.tolist()) == list(range(len(lengths)))
     assert packing.offsets[0] == 0 and packing.offsets[-1] == len(lengths)
     assert all(len(packing.items_in(bin)) for bin in range(len(packing)))
-    assert rooms_of(packing, lengths, capacity) == best_fit_decreasing(lengths.tolist(), capacity)
-
-
-@given(problems, st.randoms(use_true_random=False))
-def test_the_bins_follow_from_the_lengths_alone(problem, random):
-    lengths, capacity = np.array(problem[0], np.int64), problem[1]
-    packing, again = pack(lengths, capacity), pack(lengths.astype(np.int32), capacity)
-    assert packing.items.tolist() == again.items.tolist() and packing.offsets.tolist() == again.offsets.tolist()
-    order = np.array(random.sample(range(len(lengths)), len(lengths)), np.int64)
-    shuffled = pack(lengths[order], capacity)
-    for bin in range(len(packing)):
-        assert lengths[order][shuffled.items_in(bin)].tolist() == lengths[packing.items_in(bin)].tolist()
-    assert len(shuffled) == len(packing)
+    rooms = sorted(capacity - int(lengths[packing.items_in(bin)].sum()) for bin in range(len(packing)))
+    assert rooms == best_fit_decreasing(lengths.tolist(), capacity)
 
 
 @fewer
@@ -218,13 +202,6 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=6)
-counts = st.integers(0, 2**50)
-file_names = any_text.filter(lambda name: "\0" not in name and not re.search("[\ud800-\udfff]", name))
-manifests = st.fixed_dictionaries(
-    {"format": st.just(store.FORMAT), "paddock": st.just("0.1"), "step": counts, "written": counts,
-     "files": st.dictionaries(file_names, st.fixed_dictionaries({"size": counts, "sha256": st.just("0")}), min_size=1,
-                              max_size=3)},
-    optional={"world_size": st.integers(1, 99), "val_loss": st.none() | st.floats(allow_nan=False, allow_infinity=False)})
 
 
 @fewer

@@ -32,25 +32,22 @@ def datasets():
     return pytest.importorskip("datasets")
 
 
-@pytest.mark.parametrize("rows, size, refused", [(3, 2**20, False), (1, 1100 * 2**20, True)])
-def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(rows, size, refused, tmp_path, monkeypatch):
+def test_a_parquet_file_that_unpacks_into_gigabytes_is_read_by_rows_or_refused(tmp_path, monkeypatch):
     """570 bytes stand for a megabyte in each row, as each refers to the same text."""
-    monkeypatch.setattr(sources, "LARGEST_COLUMN", 2**30 if not refused else 2**20)
-    path, text = tmp_path / "a.parquet", (min(size, 2**22) // 2) * "a "
-    texts = pa.DictionaryArray.from_arrays(pa.array(rows * [0], pa.int32()), pa.array([text]))
+    path = tmp_path / "a.parquet"
+    texts = pa.DictionaryArray.from_arrays(pa.array(3 * [0], pa.int32()), pa.array([2**19 * "a "]))
     pq.write_table(pa.table({"text": texts}), path, compression="zstd")
     file = source_files.StoredFile(fsspec.filesystem("file"), str(path), path.stat().st_size, "parquet", None)
     with open(path, "rb") as raw:
-        if refused:
-            with pytest.raises(DataError, match="unpacks into"):
-                sources._rows_at_once(file, raw)
-        else:
-            assert 200 < sources._rows_at_once(file, raw) < 300
+        assert 200 < sources._rows_at_once(file, raw) < 300
+        monkeypatch.setattr(sources, "LARGEST_COLUMN", 2**20 - 1)
+        with pytest.raises(DataError, match="unpacks into"):
+            sources._rows_at_once(file, raw)
 
 
 def texts_of(path, skip_bad=False, **fields):
-    reading = Reading(skip_bad=skip_bad)
-    return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading
+    reading, source = Reading(skip_bad=skip_bad), path if isinstance(path, Source) else Source(path=str(path), **fields)
+    return [document.text for document in read_texts(source, reading)], reading
 
 
 def jsonl(*texts):
@@ -102,14 +99,6 @@ def test_lines_that_end_in_cr_alone_are_lines_however_long_the_first_one_is(tmp_
     assert [record[""] for _, record in rows_of(path, start=sources.Position(record=1, offset=4))[0]] == ["two\n", "three"]
 
 
-def test_a_packed_file_that_needs_much_memory_is_refused_with_a_way_that_works(tmp_path):
-    path, window = tmp_path / "x.jsonl.zst", zstandard.ZstdCompressionParameters(window_log=28)
-    packer = zstandard.ZstdCompressor(compression_params=window).compressobj()
-    path.write_bytes(packer.compress(jsonl("one").encode()) + packer.flush())
-    with pytest.raises(DataError, match=f"too much memory for decoding; unpack it with: zstd -d --long=31 {path}"):
-        texts_of(path)
-
-
 def rows_of(path, skip_bad=False, start=sources.Position()):
     reading = Reading(skip_bad=skip_bad, start=start)
     return [*read_records(Source(path=str(path), split="", column=""), reading)], reading
@@ -158,20 +147,7 @@ def test_reading_goes_on_with_the_record_at_whose_position_it_stopped(tmp_path, 
 
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
-    path = tmp_path / f"x.jsonl.{suffix}"
-    path.write_bytes(packed.compress(jsonl("one", "two").encode()))
-    assert texts_of(path)[0] == ["one", "two"]
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(sources, "MAX_ARRAY_BYTES", 1 << 20)
-    for name, start, reason in (("x.jsonl", jsonl("one"), ":2: the line"), ("x.json", "[", ": the array")):
-        path = tmp_path / f"{name}.{suffix}"
-        path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
-        with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
-            texts_of(path)
-
-
-@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
-def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_path, suffix, packed):
+    """So is one that was cut off, or goes on otherwise."""
     path, whole = tmp_path / f"x.txt.{suffix}", packed.compress(b"".join(b"line %d\n" % number for number in range(500)))
     for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3],
                     whole + b"\n", whole + b"junk" * 30_000, 2 * whole + b"{}\n" * 9):
@@ -181,22 +157,13 @@ def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_pat
     for between in (b"", packed.compress(b""), *([b"\0" * 100_000] if suffix != "zst" else [])):  # zeros as from a tape
         path.write_bytes(whole + between + whole + between)
         assert len(texts_of(path, documents="line")[0]) == 1000
-
-
-def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_path, capsys):
-    write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", ".a.jsonl", "LICENSE.txt")
-    (tmp_path / "c.jsonl").touch()
-    assert len(texts_of(tmp_path)[0]) == 3
-    assert ("reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: "
-            "1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)") in capsys.readouterr().err
-
-
-def test_a_file_with_the_content_of_another_one_is_named(tmp_path, capsys):
-    for name, text in (("a", "one"), ("a (1)", "one"), ("b", "two"), ("empty", ""), ("empty too", "")):
-        (tmp_path / f"{name}.jsonl").write_text(jsonl(text) if text else "")
-    identify(Source(path=str(tmp_path)), {})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1:] == [f"{tmp_path}/a.jsonl has the content of {tmp_path}/a (1).jsonl, and is read too"]
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_ARRAY_BYTES", 1 << 20)
+    for name, start, reason in (("x.jsonl", jsonl("one"), ":2: the line"), ("x.json", "[", ": the array")):
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
+        with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
+            texts_of(path)
 
 
 @pytest.mark.parametrize("documents, expected", [
@@ -332,9 +299,9 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
     monkeypatch.setattr(sources.remote_data, "hub_revision", lambda *named: "c0ffee")
     source = Source(name=str(tmp_path), documents="wikitext")
     assert identify(source, {})["revision"] == "c0ffee"
-    assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
+    assert texts_of(source)[0] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
-        list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
+        texts_of(Source(name=str(tmp_path), column="body"))
 
 
 def test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity(monkeypatch):
@@ -375,15 +342,11 @@ def test_a_snapshot_in_the_hub_s_cache_is_read_offline_if_it_is_whole(offline):
     files = {str(path.relative_to(snapshot)): {"size": 1, "blob_id": "0"} for path in snapshot.rglob("*.*")}
     (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
     assert identify(source, {})["revision"] == COMMIT
-    assert texts_in(source) == texts_in(replace(source, revision=COMMIT)) == ["a1", "a2"]
-    assert texts_in(replace(source, config="", files="data/b.jsonl")) == ["b"]
+    assert texts_of(source)[0] == texts_of(replace(source, revision=COMMIT))[0] == ["a1", "a2"]
+    assert texts_of(replace(source, config="", files="data/b.jsonl"))[0] == ["b"]
     (snapshot / "data" / "b.jsonl").unlink()
     with pytest.raises(DataError, match="request to the hub failed"):
         identify(source, {})
-
-
-def texts_in(source):
-    return [document.text for document in read_texts(source, Reading())]
 
 
 def write_tree(root, *names):
@@ -446,11 +409,6 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
     assert "reading 1 file of split train; not read: 3 in no split (c/test.jsonl, c/train" in capsys.readouterr().err
     assert texts_of(tmp_path, config="easy", split="quiz")[0] == ["b/one.jsonl", "b/two.jsonl"]
     assert texts_of(tmp_path, config="hard", split="test")[0] == ["c/test.jsonl"]
-    for configs, reason in (("[{config_name: default, data_files: moved/*}]", "has no split 'train', only empty ones"),
-                            ("3", "README.md: Expected configs to be a list")):
-        (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-        with pytest.raises(DataError, match=reason):
-            texts_of(tmp_path)
 
 
 @pytest.mark.parametrize("source, traits, refused", [
@@ -466,29 +424,23 @@ def test_a_flag_has_an_effect_or_is_refused(source, traits, refused):
 
 
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):
-    kinds = ('{"text": "good"}', '{"text": 1}', '{{"text": "{}\\u0000"}}', '{"body": ""}')
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(kinds[n % 4].format("x" * n) if n % 4 == 2 else kinds[n % 4] for n in range(50)))
+        (tmp_path / f"{name}.jsonl").write_text(13 * '{"text": "good"}\n{"text": 1}\n{"body": ""}\n')
     with pytest.raises(DataError) as refused:
         texts_of(tmp_path)
     file = f"{tmp_path}/a.jsonl"
     assert str(refused.value).split("\n") == [
-        "37 bad records; correct the data, or skip such records: --on-bad-record skip",
-        f"{file}:2: column 'text' is a number, expected text (also {file}:6 and 11 more)",
-        f"{file}:3: column 'text' contains a NUL at character 3 (also {file}:7 and 10 more)",
-        f"{file}:4: has no column 'text'; it has 'body' (--column) (also {file}:8 and 10 more)"]
+        "26 bad records; correct the data, or skip such records: --on-bad-record skip",
+        f"{file}:2: column 'text' is a number, expected text (also {file}:5 and 11 more)",
+        f"{file}:3: has no column 'text'; it has 'body' (--column) (also {file}:6 and 11 more)"]
 
 
-@pytest.mark.parametrize("packed, unpacked, rows", [
-    (10_000, 1_000_000, 1000), (10_000, 1_000_001, 268), (1, 2**28 // 1000, 1000), (1, 2**28 // 999, 999), (1, 2**28, 1), (1, 2**29, 1), (1, 2**30, 1)])
-def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows_fill_a_quarter_of_a_gigabyte(monkeypatch, packed, unpacked, rows):
+@pytest.mark.parametrize("packed, unpacked, rows", [(10_000, 1_000_000, 1000), (10_000, 1_000_001, 268), (1, 2**28 // 999, 999), (1, 2**30, 1)])
+def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows_fill_a_quarter_of_a_gigabyte(packed, unpacked, rows, monkeypatch):
     column = SimpleNamespace(total_uncompressed_size=unpacked, total_compressed_size=packed)
     table = SimpleNamespace(num_row_groups=1, num_columns=1, row_group=lambda group: SimpleNamespace(column=lambda number: column))
     monkeypatch.setattr("pyarrow.parquet.read_metadata", lambda raw: table)
     assert sources._rows_at_once(SimpleNamespace(url="x.parquet"), None) == rows
-    column.total_uncompressed_size = 2**30 + 1
-    with pytest.raises(DataError, match="x.parquet: a column unpacks into 1,073,741,825 bytes"):
-        sources._rows_at_once(SimpleNamespace(url="x.parquet"), None)
 
 
 @pytest.mark.parametrize("content, reason", [

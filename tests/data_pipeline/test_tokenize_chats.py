@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from factories import prepare_under_fire, write_jsonl
+from factories import prepare_under_fire, prepared_set, write_jsonl
 
 from common.errors import DataError
 from data_pipeline import examples as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
-from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
@@ -49,17 +48,12 @@ def pairs(count, seed=0):
             for number in range(count)]
 
 
-def texts(count):
-    return [{"text": f"story {number}: naïve"} for number in range(count)]
-
-
 def prompts(count):
     return [{"question": f"{number}?", "answer": {"é": [number]}} for number in range(count)]
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
-    return prepare_set(kind, source, output, PreparationOptions(
-        tokenizer_path, "auto", **{"shard_tokens": 3000, "validation_fraction": 0.1, "workers": 1} | options))
+    return prepared_set(kind, source, tokenizer_path, output, **{"shard_tokens": 3000} | options)
 
 
 def files_of(folder):
@@ -105,9 +99,8 @@ def test_every_chat_is_there_with_its_answers_marked(tmp_path, tokenizer_path, f
         assert places == sorted(places)
     assert sorted(map(str, encoded)) == sorted(str(example) for examples in prepared.values() for example in examples)
     train = manifest["splits"]["train"]
-    assert manifest["kind"] == "chats" and train["tokens"] == sum(shard["tokens"] for shard in train["shards"])
     assert train["target_tokens"] == sum(len(ids) for example in prepared["train"] for ids, is_target in example if is_target)
-    assert len(train["shards"]) > 2 and train["segments"]["tokens"] == sum(map(len, prepared["train"]))
+    assert manifest["kind"] == "chats" and len(train["shards"]) > 2
 
 
 def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_path):
@@ -266,7 +259,7 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
 
 
 def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
-    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", texts(30)), tokenizer_path, tmp_path / "out", shard_tokens=200)
+    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", [{"text": f"story {number}: naïve"} for number in range(30)]), tokenizer_path, tmp_path / "out", shard_tokens=200)
     manifest = files_of(folder)[MANIFEST]
     assert folder.name == "3d769f05f828236a" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
@@ -276,8 +269,3 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
 def chat(*words, system=""):
     roles = ["user", "assistant"] * len(words)
     return [*[{"role": "system", "content": system}] * bool(system), *({"role": role, "content": word} for role, word in zip(roles, words))]
-
-
-def example(*words, system="", answers=(), **fields):
-    fields["answers"] = [{"role": "assistant", "content": answer} for answer in answers]
-    return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
