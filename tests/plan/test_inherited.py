@@ -1,4 +1,4 @@
-"""Settings that nobody gives: from the run to resume, the prepared data, the start, the stage, and the size of the data."""
+"""Settings that nobody gives: from the run to resume, the prepared data, the start, the stage, the size of the data, and DEPTH."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 from factories import checkpoint_without_weights, model_without_weights, rehash
 
 from checkpoint import store
-from common.errors import CheckpointError
+from common.errors import CheckpointError, SettingsError
 from config import MODEL_SETTINGS, Config
 from plan.derived import settings_of_data, settings_of_length
 from plan.make import Plan, make_plan, peek
@@ -59,13 +59,14 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
 
 
 def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
-    """MUON_MOMENTUM is newer than the run, so its default is what the run had."""
+    """MUON_MOMENTUM is newer than the run, so its default is what the run had. test_starts.py has the other places of a setting."""
     preset = Path("presets/mine.env").resolve()
     for module in ("layers", "messages"):
         monkeypatch.setattr(f"plan.{module}.PRESETS_DIR", preset.parent)
     preset.parent.mkdir()
-    preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
-    checkpoint = save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
+    preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nMICRO_BATCH_SIZE=0\nTOTAL_BATCH_SIZE=8192\n")
+    data = {"TOKENIZER_PATH": "t", "PRETRAIN_DATA_PATH": "d", "TOTAL_BATCH_SIZE": 8192}
+    checkpoint = save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, MICRO_BATCH_SIZE=4, **data)
     state = store.read_state(checkpoint)
     state["settings"]["GONE"] = state["settings"].pop("MUON_MOMENTUM")
     rehash(checkpoint, state)
@@ -73,15 +74,9 @@ def test_a_record_beats_a_preset_for_all_that_is_not_safe(monkeypatch):
         loaded = load("--preset", name, "--run-name", "first")
         assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
         assert not_used(loaded) == ["LEARNING_RATE=0.01", "MUON_MOMENTUM=0.8"]
-        assert any(note.startswith(f"Not used from {preset}, ") for note in loaded.notes)
+        assert loaded.config.micro_batch_size == 8, "it is safe, and 0 means all eight rows"
     loaded = load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03)
     assert loaded.config.learning_rate == 0.03 and not_used(loaded) == ["MUON_MOMENTUM=0.8"]
-    new = load("--preset", "mine", "--run-name", "other").config
-    assert (new.learning_rate, new.muon_momentum) == (0.01, 0.8)
-    preset.write_text("MICRO_BATCH_SIZE=0\nTOTAL_BATCH_SIZE=8192\nMAX_SEQ_LEN=1024\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
-    save_state(4, PRESET="mine", MICRO_BATCH_SIZE=4, TOTAL_BATCH_SIZE=8192, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
-    loaded = load("--preset", "mine", "--run-name", "first")
-    assert loaded.config.micro_batch_size == 8 and not_used(loaded) == [], "it is safe, and 0 means all eight rows"
 
 
 SFT_RECORD = {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "set", "TOKENIZER_PATH": "t", "PRETRAIN_CHECKPOINT": "base", "LEARNING_RATE": 0.25,
@@ -94,7 +89,6 @@ OTHER_ENVS = {  # name -> (.env, flags, what of it is not used, what applies)
     "the default stage": ("PRETRAIN_DATA_PATH=corpus.txt\nDEPTH=4\nN_HEADS=8", (), "DEPTH=4 N_HEADS=8", {"pretrain_data_path": "corpus.txt", "depth": None}),
     "the same stage": ("SFT_DATA_PATH=other\nDIM=128\nMAX_STEPS=50\nMICRO_BATCH_SIZE=2", (), "SFT_DATA_PATH=other DIM=128",
                        {"max_steps": 50, "micro_batch_size": 2}),
-    "beside flags": ("MAX_STEPS=3\nSEED=7", ("--max-steps", 50, "--training-stage", "sft"), "SEED=7", {"max_steps": 50}),
     "a conflict": ("MIN_LEARNING_RATE=0.5\nWEIGHT_DECAY=0.2", (), "MIN_LEARNING_RATE=0.5 WEIGHT_DECAY=0.2", {"weight_decay": 0.1}),
     "what it allows": ("ALLOW_RESUME_MISMATCH=SEED\nSEED=7\nDATA_SEED=8", (), "SEED=7 DATA_SEED=8", {"allow_resume_mismatch": "SEED"}),
     "a teacher": ("TEACHER_MODEL=x", (), "TEACHER_MODEL=x", {"teacher_model": None}),
@@ -116,10 +110,6 @@ def test_a_record_beats_env_and_one_line_lists_what_is_not_used(name):
     assert (values["training_stage"], values["sft_data_path"]) == ("sft", "set"), "what ./paddock train prepares"
     assert [each.replace(" (it reads set)", "") for each in not_used(loaded)] == ignored.split()
     assert not ignored or any(note.startswith("Not used from .env, because a flag would be needed") for note in loaded.notes)
-    inputs = load("--run-name", "first", *flags, "--seed", 9)
-    assert inputs.config.seed == 9 and "seed" in inputs.sources, "which is compared with the record"
-    by_environment = make_plan(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
-    assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
 def test_a_recorded_value_that_is_no_longer_valid_is_told_and_an_error_if_it_is_fixed():
@@ -179,10 +169,10 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     Path("data/mix/mixture.json").write_text(json.dumps({"sources": [{"label": "a", "set": "../one"}]}))
     for path in ("data/one", "data/mix"):
         assert load("--pretrain-data-path", path).config.tokenizer_path == "of-the-data"
-    for name in ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-1.7B", "gpt2"):  # of the hub
+    for name in ("Qwen/Qwen3-0.6B", "gpt2"):  # of the hub
         Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": name}))
         assert load("--pretrain-data-path", "data/one").config.tokenizer_path == name
-    for name in ("gone/bpe.model", "gone/tokenizer.json", "data/gone", "gone/tokenizers/chat"):  # of files that were moved
+    for name in ("gone/bpe.model", "gone/tokenizers/chat"):  # of files that were moved
         Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": name}))
         assert load("--check", "--world-size", 2, "--pretrain-data-path", "data/one").config.tokenizer_path is None
     trained = checkpoint_without_weights(Path("runs/trained"), 2)
@@ -221,3 +211,76 @@ def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(is_checkpo
             model_without_weights(Path(start), trained, **shape)
     loaded = load(*flags)
     assert loaded.config.max_seq_len == length and any("MAX_SEQ_LEN=256" in note for note in loaded.notes) == (length == 256)
+
+
+DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
+DEPTHS = range(1, 65)
+USUAL_WORLDS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def sized(depth: int, *flags) -> Config:
+    return make_plan(["--depth", str(depth), *flags], DATA).config
+
+
+@pytest.mark.parametrize("world", USUAL_WORLDS)
+def test_every_depth_is_valid_on_all_usual_numbers_of_ranks_which_read_the_same_rows(world):
+    for depth in DEPTHS:
+        alone, config = sized(depth), sized(depth, "--check", "--world-size", str(world))
+        assert config.accumulation_steps * config.micro_batch_size * world == config.rows_per_step
+        safe = {"micro_batch_size": alone.micro_batch_size, "world_size": 1}
+        assert config.model_copy(update=safe) == alone
+
+
+def test_the_shape_has_the_proportions_of_llama_3():
+    for depth in DEPTHS:
+        config = sized(depth)
+        assert (config.n_layers, config.dim, config.head_dim) == (depth, 64 * depth, 64)
+        assert config.n_heads % config.n_kv_heads == 0 and config.n_heads <= 4 * config.n_kv_heads
+        assert config.hidden_dim % 64 == 0 and 0 <= config.hidden_dim - 8 / 3 * config.dim < 64
+    assert [sized(depth).n_kv_heads for depth in (1, 2, 4, 6, 7, 12, 16, 32)] == [1, 1, 1, 2, 7, 3, 4, 8]
+
+
+def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
+    Path(".env").write_text("DEPTH=4\nMAX_SEQ_LEN=100\nMULTIPLE_OF=32\n")
+    Path("run.json").write_text('{"max_steps": 500}')
+    loaded = make_plan(["--config", "run.json", "--learning-rate", "0.5"], DATA | {"INIT_STD": "0.1"})
+    config = loaded.config
+    assert (config.dim, config.max_seq_len, config.init_std, config.learning_rate) == (256, 100, 0.1, 0.5)
+    assert (config.max_steps, config.warmup_steps, config.ffn_dim) == (500, 50, 704)
+    assert config.total_batch_size % 4800 == 0
+    assert loaded.sources["dim"] == "DEPTH=4" and loaded.sources["max_seq_len"] == ".env:2"
+    assert loaded.notes[0] == (
+        "DEPTH=4 sets N_LAYERS=4, DIM=256, N_HEADS=4, FFN_DIM=704, N_KV_HEADS=1, TOTAL_BATCH_SIZE=14400, MICRO_BATCH_SIZE=144, "
+        "WARMUP_STEPS=50")
+    assert sized(4, "--dim", "512").n_heads == 8
+    reference = make_plan(["--preset", "1.3b"], DATA).config
+    assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
+        name: getattr(reference, name) for name in ("dim", "hidden_dim", "learning_rate")}
+
+
+def of_reproducible(world: int, **settings) -> dict:
+    config = Config(reproducible=True, world_size=world, **settings)
+    return settings_of_data(config, 5000, {"total_batch_size", "micro_batch_size", "max_steps", "warmup_steps"})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_reproducible_run_has_the_same_batch_on_any_number_of_ranks(world):
+    flags = "--reproducible=true", "--check", f"--world-size={world}"
+    for depth in DEPTHS:
+        assert sized(depth, *flags).micro_batch_size == sized(depth, *flags[:1]).micro_batch_size
+    config = load(*PRETRAIN, "--total-batch-size=16384", "--max-seq-len=1024", "--micro-batch-size=0", *flags).config  # 16 rows
+    assert (config.micro_batch_size, config.reproducible_micro_batches) == (4, 4)
+    assert of_reproducible(world, training_stage="sft", epochs=3.0) == of_reproducible(1, training_stage="sft", epochs=3.0)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--world-size=3", "--sharding=full"], "MICRO_BATCH_SIZE * MAX_SEQ_LEN * WORLD_SIZE = 1 * 1024 * 3"),
+    (["--world-size=32"], "16 micro-batches, too few for WORLD_SIZE=32; use at most 16 ranks"),
+    (["--gradient-dtype=bf16"], "GRADIENT_DTYPE=bf16"), (["--precision=fp16"], "PRECISION=fp16"),
+    (["--sharding=full", "--cpu-offload=true"], "CPU_OFFLOAD=true")])
+def test_what_reproducible_does_not_cover_is_refused(flags, words):
+    batch = [*PRETRAIN, "--check", "--reproducible=true", "--total-batch-size=16384", "--max-seq-len=1024", "--micro-batch-size=1"]
+    assert load(*batch, "--world-size=3").config.accumulation_steps == 6  # 16 on 3 ranks
+    with pytest.raises(SettingsError, match=re.escape(words)) as caught:
+        load(*batch, *flags)
+    assert len(str(caught.value).splitlines()) == 1

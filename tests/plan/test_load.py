@@ -67,32 +67,26 @@ def test_each_layer_wins_over_the_ones_below():
     assert load().config.max_steps == Config().max_steps
 
 
-def test_a_size_is_that_size_beside_any_env():
-    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
-               "MODEL_TYPE=qwen2\nHEAD_WIDTH=6\nSLIDING_WINDOW=7\nNO_ROPE_EVERY=2\nROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\n"
-               "MICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
-    sizes = [name for name in PRESETS if name.endswith("b") and not name.startswith("sft")]  # which starts from a model
-    assert len(sizes) > 5
-    for name in sizes:
-        alone, beside = (load("--preset", f"{name},production", env=env).config for env in ("", hostile))
-        for field in (*ModelConfig.model_fields, "hidden_dim", "max_seq_len", "rows_per_step", "learning_rate", "precision"):
-            assert getattr(beside, field) == getattr(alone, field), (name, field)
-
-
 OF_ANOTHER_RUN = """
     TRAINING_STAGE=dpo DPO_DATA_PATH=pairs RUN_NAME=mine RESUME=mine/step-00000004 INSTRUCT_CHECKPOINT=mine RESET_OPTIMIZER=true
     START_STEP=7 LORA_ENABLED=true DISTILLATION_ENABLED=true TEACHER_MODEL=mine PRETRAIN_DATA_PATH=mine HELLASWAG_PATH=mine
-    HELLASWAG_NAME=mine HELLASWAG_EXAMPLES=7 EVAL_TASKS=mine:mine GENERATION_EVAL_EVERY=7 TOKENIZER_PATH=mine
-    TOKENIZER_BACKEND=huggingface DOCUMENT_MASK=false ROPE_SCALING_FACTOR=8 NORM_EPS=0.1 TIE_EMBEDDINGS=false
-    ACTIVATION_CHECKPOINTING=selective COMPILE=true MIN_LEARNING_RATE=1 ADAM_BETA1=0.1 ADAM_BETA2=0.1 ADAM_EPS=0.1
-    MAX_GRAD_NORM=7 LOSS_SPIKE_POLICY=stop EARLY_STOPPING_PATIENCE=7 DIM=64 MAX_STEPS=7 LR_SCHEDULE=constant
+    HELLASWAG_EXAMPLES=7 EVAL_TASKS=mine:mine TOKENIZER_PATH=mine TOKENIZER_BACKEND=huggingface DOCUMENT_MASK=false
+    ROPE_SCALING_FACTOR=8 ROPE_THETA=7 NORM_EPS=0.1 TIE_EMBEDDINGS=false COMPILE=true MIN_LEARNING_RATE=1 ADAM_BETA1=0.1
+    LOSS_SPIKE_POLICY=stop EARLY_STOPPING_PATIENCE=7 DIM=64 N_LAYERS=3 N_HEADS=2 N_KV_HEADS=2 FFN_DIM=352 MODEL_TYPE=qwen2
+    HEAD_WIDTH=6 SLIDING_WINDOW=7 NO_ROPE_EVERY=2 MAX_SEQ_LEN=64 MICRO_BATCH_SIZE=2 TOTAL_BATCH_SIZE=8192 MAX_STEPS=7
 """.split()
 
 
-def test_the_sample_is_the_sample_beside_any_env():
-    alone = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="").config
-    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="\n".join(OF_ANOTHER_RUN)).config
+def test_a_preset_that_a_flag_names_is_the_same_beside_any_env():
+    alone, beside = (load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env=env).config for env in ("", "\n".join(OF_ANOTHER_RUN)))
     assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
+    sizes = [name for name in PRESETS if name.endswith("b") and not name.startswith("sft")]  # which starts from a model
+    assert len(sizes) > 5
+    fields = {*ModelConfig.model_fields, "ffn_dim", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
+    hostile = [line for line in OF_ANOTHER_RUN if line.partition("=")[0].lower() in fields] + ["LEARNING_RATE=1"]
+    for name in sizes:
+        alone, beside = (load("--preset", f"{name},production", env=env).config for env in ("", "\n".join(hostile)))
+        assert alone.model_dump(include=fields) == beside.model_dump(include=fields), name
 
 
 def test_where_each_setting_came_from_is_known():
@@ -141,18 +135,14 @@ def test_yaml_has_the_names_and_values_of_env():
 
 
 JSON = [("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("[" * 100_000, "not valid JSON"),
-        ('{"max_steps": null}', "valid integer"), ('{"max_steps": true}', "expected a number or text"),
-        ('{"max_steps": [1]}', "expected one value, not a list"), ('{"learning_rate": NaN}', "finite number"),
-        ('{"run_name": 5}', "valid string"), ('{"sample_prompts": [1]}', "expected one value")]
-YAML = [
-    ("seed: 1\nlearning_rat: 1", "run.yaml:2: unknown setting learning_rat; did you mean LEARNING_RATE?"),
-    ("a:\n  max_stesp: 1", "run.yaml:2: unknown setting max_stesp; did you mean MAX_STEPS?"),
-    ("seed: 1\nSEED: 2", "run.yaml:2 is set a second time (first at run.yaml:1); keep one"),
-    ("seed: 1\ndim: wide", "run.yaml:2: DIM=wide: expected a whole number"), ("dim: true", "run.yaml:1: DIM=true: expected a whole number"),
-    ("dim: [1]", "expected one value, not a list"), ("seed: 1\n  dim: 2", "run.yaml:2: not valid YAML: "), ("seed: {", "not valid YAML"),
-    ("- seed", "expected an object of settings, such as max_steps: 1000"), ("", "expected an object"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
-    ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"), ("seed: \x01", "not valid YAML"),
-    ("seed: !!python/object/apply:os.getcwd []", "expected one value")]
+        ('{"max_steps": true}', "expected a number or text"), ('{"max_steps": [1]}', "expected one value, not a list"),
+        ('{"learning_rate": NaN}', "finite number")]
+YAML = [("a:\n  max_stesp: 1", "run.yaml:2: unknown setting max_stesp; did you mean MAX_STEPS?"),
+        ("seed: 1\nSEED: 2", "run.yaml:2 is set a second time (first at run.yaml:1); keep one"),
+        ("seed: 1\ndim: wide", "run.yaml:2: DIM=wide: expected a whole number"), ("seed: 1\n  dim: 2", "run.yaml:2: not valid YAML: "),
+        ("- seed", "expected an object of settings, such as max_steps: 1000"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
+        ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"),
+        ("seed: !!python/object/apply:os.getcwd []", "expected one value")]
 
 
 @pytest.mark.parametrize("content, words, name", [
@@ -226,10 +216,8 @@ def test_variables_in_env_are_expanded():
         "set it, or write ${NAME:-default}"]
 
 
-@pytest.mark.parametrize("wrong, right", [
-    ("LERNING_RATE", "LEARNING_RATE"), ("LEARNING_RTE", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"), ("MAX-STEPS", "MAX_STEPS"),
-    # also where it begins as a library's key does
-    ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
+@pytest.mark.parametrize("wrong, right", [("LEARNING_RTE", "LEARNING_RATE"), ("DIMM", "DIM"), ("MAX-STEPS", "MAX_STEPS"),
+                                          ("TOKENIZERS_PATH", "TOKENIZER_PATH")])  # which begins as a library's key does
 def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right):
     assert problems(env=f"SEED=1\n{wrong}=1\n") == [f".env:2: unknown setting {wrong}; did you mean {right}?"]
     if "-" not in wrong:
@@ -238,12 +226,8 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
         flag = "--" + wrong.lower().replace("_", "-")
         assert problems(flag, "1", env="") == [
             f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
-
-
-@pytest.mark.parametrize("preset, shown", [("debgu", "debgu; did you mean debug? known: 1.3b, 3b"), ("../presets/debug", "../presets/debug; "),
-                                           ("x" * 5000, "xxx"), ("\0", "\\x00; known")])
-def test_an_unknown_preset_gets_its_nearest_neighbour(preset, shown):
-    assert problems(env=f"PRESET={preset}\n")[0].startswith(f".env:1: unknown preset {shown}")
+    for preset, shown in (("debgu", "debgu; did you mean debug? known: 1.3b, 3b"), ("../presets/debug", "../presets/debug; "), ("\0", "\\x00; known")):
+        assert problems(env=f"PRESET={preset}\n")[0].startswith(f".env:1: unknown preset {shown}")
 
 
 IN_SFT = ("--training-stage", "sft", "--sft-data-path", "data", "--instruct-checkpoint", "base")
@@ -252,30 +236,17 @@ IN_DPO = ("--training-stage", "dpo", "--dpo-data-path", "data", "--instruct-chec
 
 @pytest.mark.parametrize("flags, environ, warning", [
     ((), {"LEARNIGN_RATE": "1"}, "environment: LEARNIGN_RATE is not a setting; did you mean LEARNING_RATE?"),
-    ((), {"MAX_LR": "1"}, "environment: MAX_LR is not a setting; did you mean LEARNING_RATE?"),
     *((("--max-steps", "50", "--warmup-steps", steps), {}, f"WARMUP_STEPS={steps} exceeds MAX_STEPS=50" * (steps == "51")) for steps in ("51", "50", "0.9")),
     (("--lora-rank", "8"), {}, "command line: LORA_RANK=8 has no effect without LORA_ENABLED=true"),
-    (("--lora-rank", "8", "--lora-enabled", "false"), {}, ""),
     (("--lora-rank", "8", "--lora-enabled", "true", "--pretrain-checkpoint", "base"), {}, ""),
-    (("--distillation-temperature", "8"), {}, "command line: DISTILLATION_TEMPERATURE=8 has no effect without DISTILLATION_ENABLED=true"),
     ((*IN_SFT, "--grpo-group", "8"), {}, "command line: TRAINING_STAGE=sft ignores settings of grpo: GRPO_GROUP; remove these flags"),
     ((*IN_DPO, "--simpo-beta", "2", "--kto-desirable-weight", "1"), {}, ""),
-    ((*IN_DPO, "--grpo-data-path", "x"), {}, "command line: TRAINING_STAGE=dpo ignores settings of grpo: GRPO_DATA_PATH; remove these flags"),
-    (("--reward", "math"), {}, "command line: TRAINING_STAGE=pretrain ignores settings of grpo: REWARD; remove these flags")])
+    ((*IN_DPO, "--grpo-data-path", "x"), {}, "command line: TRAINING_STAGE=dpo ignores settings of grpo: GRPO_DATA_PATH; remove these flags")])
 def test_what_has_no_effect_is_warned_of(flags, environ, warning):
     loaded = load(*flags, environ=environ)
     assert len(loaded.warnings) == bool(warning) and all(each.startswith(warning) for each in loaded.warnings)
     if "--grpo-group" in flags:  # lines of `.env` may be for another stage
         assert load(*IN_SFT, env="GRPO_GROUP=8\n").warnings == ()
-
-
-def test_an_ordinary_environment_raises_no_alarm():
-    ordinary = """
-        PATH HOME LANG TERM SHLVL DISPLAY TMPDIR HOSTNAME _ PS1 VIRTUAL_ENV CUDA_HOME NVIDIA_VISIBLE_DEVICES NCCL_DEBUG HF_HOME
-        TORCH_HOME WANDB_NAME WANDB_RUN_ID RANK LOCAL_RANK GROUP_RANK LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_PORT
-        TORCHELASTIC_MAX_RESTARTS SLURM_STEP_ID OMPI_COMM_WORLD_SIZE COMPILER COMPILE_COMMANDS DEVICES DEBUGGER DATA_DIRS OUTPUT
-        MODEL_PATH MODEL_NAME MODEL_ID device resume seed compile PRESETS SEEDS NODE_ENV""".split()
-    assert [key for key in (*ordinary, *os.environ) if misspelled(key)] == []
 
 
 def test_flags_in_every_spelling():
@@ -314,37 +285,29 @@ def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_o
 @pytest.mark.parametrize("flags, words", [
     (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
                                        "WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
-    (("--total-batch-size", "5"), "try 8192"),
     (("--total-batch-size", "4096"), "try 8192; or keep it, as a run that resumes must, and use MICRO_BATCH_SIZE=0, which"),
     (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576; try 516096 or 540672; or keep it, as a run that resumes "
                                        "must, and use 2 ranks"),
     (("--dim", "100"), "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
-    (("--dim", "36"), "even multiple"),
     (("--n-kv-heads", "5"), "N_KV_HEADS=5 must divide N_HEADS=12; try one of 1, 2, 3, 4, 6, 12"),
     (("--rope-low-freq-factor", "4"), "must exceed"),
     (("--min-learning-rate", "1"), "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"),
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
     (("--run-name", "../x"), "OUTPUT_DIR"), (("--run-name", "-rf"), "RUN_NAME='-rf' must be a folder name of letters"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
-    (("--distributed-timeout", "0"), "DISTRIBUTED_TIMEOUT=0"), (("--loss-spike-policy", "explode"), "'warn', 'skip'"),
-    (("--drift-check-every", "-1"), "DRIFT_CHECK_EVERY=-1"), (("--max-steps", "9" * 5000), f"MAX_STEPS={'9' * 77}..."),
+    (("--distributed-timeout", "0"), "DISTRIBUTED_TIMEOUT=0"), (("--max-steps", "9" * 5000), f"MAX_STEPS={'9' * 77}..."),
     (("--output-dir=",), "OUTPUT_DIR=: must not be empty"),
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs contains a variable or a command, which is not expanded"),
-    (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
-    (("--teacher-model", "`cat name`", "--distillation-enabled"), "not expanded"),
     (("--run-name", "ä" * 101), "at most 200 bytes (it has 202)"),
     (("--training-stage", "sft", "--random-init"), "scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
-    (("--training-stage", "dpo", "--instruct-checkpoint", "base"), "scripts/load_dpo_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "base", "--dpo-loss", "ipo",
       "--dpo-label-smoothing", "0.1"), "DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "base", "--distillation-enabled",
       "--teacher-model", "b"), "DISTILLATION_ENABLED works in the stages pretrain, sft and grpo"),
     (("--lora-enabled",), "LORA_ENABLED=true needs a start checkpoint"),
-    (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--epochs", "2", "--max-steps", "9"), "both set"),
-    (("--prepare-ahead", "true"), "PREPARE_AHEAD=true needs MAX_STEPS"),
     (("--prepare-ahead", "true", "--epochs", "2"), "needs MAX_STEPS, the length of the run"),
     (("--prepare-ahead", "true", "--max-steps", "9", "--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "base"),
      "works with TRAINING_STAGE=pretrain and sft, not with dpo"),
@@ -357,12 +320,9 @@ def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_o
         ("arc.jsonl", "EVAL_TASKS=arc.jsonl does not have the form name:file"),
         ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
         *((f"{name}:x", f"{name} is already the name of another metric") for name in ("hellaswag", "val_loss", "generation")),
-        ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, but must be a local path"),
-        ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x contains a variable or a command"))),
-    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, but must be a local path")
-      for name in ("output_dir", "pretrain_data_path", "hellaswag_path", "tokenizer_path") for url in ("s3://x/y", "file:/x")),
-    *(pytest.param((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, but must be a local path")
-      for name in ("resume", "pretrain_checkpoint") for url in ("s3://x/y", "file:/x")),
+        ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, but must be a local path"))),
+    *(((f"--{name.replace('_', '-')}", "s3://x/y"), f"{name.upper()}=s3://x/y is a URL, but must be a local path")
+      for name in ("output_dir", "pretrain_data_path", "hellaswag_path", "tokenizer_path", "resume", "pretrain_checkpoint")),
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
@@ -461,44 +421,28 @@ names = st.one_of(st.sampled_from(sorted(name.upper() for name in Config.model_f
                   st.text(max_size=12))
 values = st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str), st.just("9" * 400),
                    st.sampled_from(["true", "none", "", "1e400", "auto", "debug", "-0", "0x10", "1_000", " 7 "]))
-everything = hypothesis_settings(max_examples=150)
-
-
-def loads_or_raises(*arguments):
-    try:
-        config = make_plan(*arguments).config
-    except PaddockError as error:
-        assert str(error)
-    else:
-        assert config.accumulation_steps >= 1 and config.hidden_dim >= 1
-
-
-@everything
-@given(st.dictionaries(names, values, max_size=5), st.lists(
-    st.one_of(names.map("--{}".format), values, st.tuples(names, values).map(lambda pair: f"--{pair[0]}={pair[1]}")), max_size=6))
-def test_any_environment_and_any_flags_load_or_are_an_error_for_the_user(environ, argv):
-    loads_or_raises([], {**DATA, **environ})
-    loads_or_raises(argv, DATA)
-
-
-@everything
-@given(st.one_of(st.dictionaries(names, values, max_size=5).map(lambda pairs: "\n".join(f"{k}={v}" for k, v in pairs.items())),
-                 st.text(max_size=40)))
-def test_any_env_file_loads_or_is_an_error_for_the_user(text):
-    Path("any.env").write_text(text, encoding="utf-8", errors="surrogateescape" if text.isascii() else "ignore")
-    loads_or_raises(["--env-file", "any.env"], DATA)
 
 
 json_values = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), values),
                            lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
                            max_leaves=6)
+some = st.dictionaries(names, values, max_size=5)
 
 
-@everything
-@given(json_values)
-def test_any_json_file_loads_or_is_an_error_for_the_user(content):
+@hypothesis_settings(max_examples=150)
+@given(some, st.lists(st.one_of(names.map("--{}".format), values, st.tuples(names, values).map(lambda pair: f"--{pair[0]}={pair[1]}")), max_size=6),
+       st.one_of(some.map(lambda pairs: "\n".join(f"{k}={v}" for k, v in pairs.items())), st.text(max_size=40)), json_values)
+def test_any_settings_load_or_are_an_error_for_the_user(environ, argv, text, content):
+    """In the environment, as flags, and in any .env or JSON file."""
+    Path("any.env").write_text(text, encoding="utf-8", errors="surrogateescape" if text.isascii() else "ignore")
     Path("any.json").write_text(json.dumps(content))
-    loads_or_raises(["--config", "any.json"], DATA)
+    for flags, variables in (([], environ), (argv, {}), (["--env-file", "any.env"], {}), (["--config", "any.json"], {})):
+        try:
+            config = make_plan(flags, {**DATA, **variables}).config
+        except PaddockError as error:
+            assert str(error)
+        else:
+            assert config.accumulation_steps >= 1 and config.hidden_dim >= 1
 
 
 @pytest.mark.parametrize("extensions, problem", [(True, "bomb.yaml:1: not valid YAML: its aliases stand for more than 100,000 values"), (False, "bomb.yaml:2: not valid YAML: write out *a0")])

@@ -9,22 +9,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, Union
 
-import pytest
 from factories import LORA, MODES, ONLINE, UNMEASURED, Stages, argv_of, write_jsonl
 
 import config
 from common.errors import PaddockError
 from config import Config
-from plan.make import Plan, make_plan
+from plan.make import make_plan
 from run.build import open_run
 
 COMBINATIONS, BUILT = 300, 60  # the valid ones are built until so many were
-
-
-def build(plan: Plan, argv: list[str]) -> None:
-    """Build the run in this process, up to its first step; raises PaddockError."""
-    with open_run(plan, partial(make_plan, argv, {})) as run:
-        assert run.progress.step <= max(run.config.max_steps, run.config.start_step or 0)
 
 
 # Texts that a setting may have, right and wrong ones; a path of `Stages` or of the test's folder has the form {name}.
@@ -119,23 +112,20 @@ def names_what_was_drawn(error: PaddockError, drawn: dict[str, str]) -> bool:
     return of_preset or bool(re.search(rf"\b({names})\b", text, re.IGNORECASE)) or any(value in text for value in values)
 
 
-@pytest.fixture
-def only_toy_files(monkeypatch, tmp_path):
+def test_random_combinations_start_or_name_their_settings(stages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # With COMPILE=true, a start compiles a kernel, for seconds; test_model_utils.py sees one that cannot be compiled.
     monkeypatch.setattr("model_utils.why_no_kernel", lambda device_type: None)
     for name in Config.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
-
-
-def test_random_combinations_start_or_name_their_settings(stages, tmp_path, only_toy_files):
     wrong, built, refused = [], 0, 0
     for number, mode, toy, drawn in combinations(stages, tmp_path):
         argv = argv_of(toy | drawn)
         try:
             plan = make_plan(argv, {})
             if built < BUILT and not {*drawn.values()} & {*EXTREME}:
-                build(plan, argv)
+                with open_run(plan, partial(make_plan, argv, {})) as run:  # in this process, up to its first step
+                    assert run.progress.step <= max(run.config.max_steps, run.config.start_step or 0)
                 built += 1
         except Exception as error:
             is_ours = isinstance(error, PaddockError)
