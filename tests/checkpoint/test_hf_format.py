@@ -12,11 +12,11 @@ from typing import get_args
 import pytest
 import torch
 from commands import python
-from factories import new_model
+from factories import new_model, tokenizer_of_pairs
 
 from checkpoint import huggingface, model_json, peft, store
 from checkpoint.tensors import LazyTensor, lazy, read_all, read_optimizer
-from common.errors import CheckpointError, DataError
+from common.errors import CheckpointError
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
 from extensions.inference.text import text_prompt
@@ -60,8 +60,7 @@ def model_of(config: ModelConfig) -> Transformer:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    pairs = [bytes([a, b]) for a in b"etaoinsh" for b in b"etaoinsh"][:44]
-    return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
+    return tokenizer_of_pairs()
 
 
 @pytest.fixture(params=SHAPES)
@@ -150,7 +149,6 @@ def config_json(**changes) -> dict:
 @pytest.mark.parametrize("rope, expected", [
     (dict(rope_theta=7e3), 7e3), (dict(rope_parameters={"rope_theta": 7e3}), 7e3),
     (dict(rope_theta=7e3, rope_parameters={"rope_type": "default"}), 7e3),
-    (dict(rope_theta=7e3, rope_parameters={"rope_theta": 7e3, **SCALING}, rope_scaling=SCALING), 7e3),
     (dict(rope_theta=7e3, rope_parameters={"rope_theta": 7e3, **SCALING}, rope_scaling=None), 7e3),
     (dict(rope_scaling={"rope_theta": 7e3, **SCALING}), 7e3), ({}, 1e4), (dict(rope_scaling=SCALING), 1e4),
     (dict(rope_theta=7e3, rope_parameters={"rope_theta": 5e5}), "rope_theta is 7000.0, and 500000.0 elsewhere"),
@@ -178,15 +176,6 @@ def test_without_layer_types_the_layers_from_max_window_layers_on_have_a_window(
     read = ModelConfig(**model_json.model_settings_from_huggingface(content))
     theirs = transformers.CONFIG_MAPPING[kind](**content).layer_types
     assert ["sliding_attention" if read.slides(layer) else "full_attention" for layer in range(2)] == theirs
-
-
-def test_an_error_about_a_models_files_states_what_is_missing():
-    for field in ("factor", "original_max_position_embeddings"):
-        rope = {"rope_theta": 1e4, **{name: value for name, value in SCALING.items() if name != field}}
-        with pytest.raises(CheckpointError, match=f"config.json lacks {field} for RoPE; download"):
-            model_json.model_settings_from_huggingface(config_json(rope_parameters=rope))
-    with pytest.raises(CheckpointError, match="lack model.embed_tokens.weight, but have _orig_mod.model.embed_tokens.weight; use"):
-        huggingface.vocabulary_rows({"_orig_mod.model.embed_tokens.weight": lazy(torch.zeros(2, 2))})
 
 
 # Another value of each field that transformers' classes read, besides those that two layers of 64 dimensions need.
@@ -287,9 +276,6 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(reference[name], expected[name]) for name in expected)
-    (tmp_path / files[1]).unlink()
-    with pytest.raises(CheckpointError, match=files[1]):
-        huggingface.load_model_weights(tmp_path)
 
 
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
@@ -316,10 +302,6 @@ def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(token
         assert kept["eos_token_id"] == [third, tokenizer.eos_id, 99_999, tokenizer.eot_id] and kept["temperature"] == 0.6
         assert model_json.read_model_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
         assert transformers.GenerationConfig.from_pretrained(output).eos_token_id == kept["eos_token_id"]
-    for wrong in ("</s>", [1.5], [[1]], True):
-        model_json.write_json(output / "generation_config.json", {"eos_token_id": wrong})
-        with pytest.raises(DataError, match="eos_token_id.*generation_config.json.*a list"):
-            load_tokenizer(str(output))
 
 
 def test_pickled_weights_are_not_read(tmp_path):
@@ -331,8 +313,9 @@ def test_pickled_weights_are_not_read(tmp_path):
         huggingface.load_model_weights(tmp_path)
 
 
-def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, torch.Tensor], dict]:
-    """A model in Meta's format: no padding, a separate head even if tied, a buffer, and params.json."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_metas_weights_need_no_change(tied):
+    """Meta's format has no padding, a separate head even if tied, a buffer, and params.json."""
     config = config_of("3.1 scaling").model_copy(update=dict(tie_embeddings=tied, rope_scaling_factor=32.0 if tied else 8.0,
                                                              rope_original_max_len=8192))
     state = {name: tensor[:VOCAB] if len(tensor) == padded(VOCAB) else tensor
@@ -340,39 +323,16 @@ def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, tor
     head = state.get("output.weight", state["tok_embeddings.weight"])
     params = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "multiple_of": 32,
               "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": True}
-    folder.mkdir()
-    (folder / "params.json").write_text(json.dumps(params))
-    torch.save({**state, "output.weight": head.clone(), "rope.freqs": torch.ones(8)}, folder / "consolidated.00.pth")
-    return config, state, params
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_metas_weights_need_no_change(tied, tmp_path):
-    config, state, params = metas_download(tmp_path / "meta", tied)
-    meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
+    meta = {**state, "output.weight": head.clone(), "rope.freqs": torch.ones(8)}
     read, settings = from_meta(meta, params)
     assert read.keys() == state.keys() and all(torch.equal(read[name].full(), state[name]) for name in state)
     assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
     assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
     with pytest.raises(CheckpointError, match="wk.weight"):
         from_meta(meta, {**params, "n_kv_heads": 4})
-    with pytest.raises(CheckpointError, match="lack output.weight"):
-        from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 
 from_meta, import_checkpoint = map(runpy.run_path(str(IMPORT_SCRIPT)).get, ("from_meta", "import_checkpoint"))
-
-
-def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Our model's logits from a start checkpoint, verified as training does."""
-    assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
-    assert store.read_state(folder) == read_optimizer(folder) == {}
-    settings = model_json.model_settings_from_huggingface(model_json.read_model_json(folder / "config.json"))
-    model = Transformer(ModelConfig(**settings), VOCAB)
-    tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))
-    model.load_state_dict(read_all(tensors))
-    with torch.no_grad():
-        return model(tokens_BT, mode="logits")
 
 
 def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
@@ -391,8 +351,11 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     with torch.no_grad():
         reference = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         expected = reference(tokens_BT).logits[..., :VOCAB]
-    assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
+    # Verified as training does.
+    assert store.verify(store.locate(str(output), tmp_path / "run"))["step"] == 0 and store.read_state(output) == read_optimizer(output) == {}
+    model = Transformer(model_json.read_model_config(output), VOCAB)
+    model.load_state_dict(read_all(huggingface.from_huggingface(huggingface.load_model_weights(output), model.config, padded(VOCAB))))
+    with torch.no_grad():
+        assert (model(tokens_BT, mode="logits") - expected).abs().max() < 1e-4
     assert model_json.read_model_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
-    with pytest.raises(CheckpointError, match=f"{output} already exists"):
-        import_checkpoint(source, output)

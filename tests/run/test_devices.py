@@ -11,7 +11,6 @@ import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
-from extensions.report.console import describe_hardware
 from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
@@ -37,15 +36,6 @@ def test_auto_takes_cuda_then_mps_then_the_cpu(seen, chosen, monkeypatch):
     ("sm_100f", (10, 3), True), ("sm_80", (8, 9), True), ("sm_89", (8, 0), False), ("gfx942", (9, 4), True), ("", (9, 0), True)])
 def test_code_runs_on_later_minor_versions_and_ptx_on_all_later_ones(built, capability, runs):
     assert (why_no_kernels(capability, built.split()) is None) == runs
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_bf16_on_a_cpu_that_is_slower_with_it_names_the_way_out(is_fast, monkeypatch):
-    monkeypatch.setattr(model_utils, "CPU_MULTIPLIES_BF16", is_fast)
-    config = Config(precision="bf16")
-    text = describe_hardware(config, torch.device("cpu"), torch.bfloat16)
-    assert ("bfloat16, slower than fp32 on this CPU (PRECISION=auto takes fp32), with" in text) is not is_fast
-    assert "slower" not in describe_hardware(config, torch.device("cpu"), torch.float32)
 
 
 def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):

@@ -84,12 +84,6 @@ def test_a_report_that_fails_or_hangs_is_one_warning(script, run, monkeypatch, w
     report.finish(run, PATIENCE)
     assert warnings == 2 * warnings[:1], "again at the end of the run"
     warnings.clear()
-    report = Report()
-    script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    report.start(run)
-    report.process.wait()
-    report.start(run)
-    assert warnings == [], "a stop signal to all processes of a job"
     script(SLOW)
     report.finish(run, 0.2)
     assert len(warnings) == 1 and "it takes longer than 0 s" in warnings[0] and report.process is None

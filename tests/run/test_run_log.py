@@ -131,6 +131,14 @@ def log_a_run(log) -> None:
     log.close()
 
 
+def log_steps(log, steps) -> None:
+    if 2 in steps:
+        log.sample(2, "a", "b")
+    for step in steps:
+        log.step({"step": step, "train_loss": 0.5})
+    log.close()
+
+
 NAN = float("nan")  # a service shows it, a gap would hide it
 VALUES = {"train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4, "entropy": NAN}
 SAMPLE, EVALUATION = (2, "a|b", "c\nd"), [(2, "val_loss", 1.5), (2, "hellaswag_n", 4)]
@@ -160,26 +168,17 @@ def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
     fake.Table = lambda columns, data: [dict(zip(columns, row)) for row in data]
     log_a_run(opened(tmp_path / "run", trackio_enabled=True))
     table = [dict(zip(("step", "metric", "value"), row)) for row in EVALUATION]
-    samples = [dict(zip(("step", "prompt", "text"), SAMPLE))]
-    expected = [(2, {"samples": samples}), (2, VALUES), (2, {"evaluation": table})]
+    expected = [(2, {"samples": [dict(zip(("step", "prompt", "text"), SAMPLE))]}), (2, VALUES), (2, {"evaluation": table})]
     assert logged(fake) == expected
-    reserved = {"project", "run", "timestamp", "step", "time", "metrics"}
-    assert not any(reserved & values.keys() for _, values in expected)
-    page = tmp_path / "run" / "report.html"
-    fake.log_artifact.assert_called_once_with(page, name="report-12ab", type="report")
+    assert not any({"project", "run", "timestamp", "step", "time", "metrics"} & values.keys() for _, values in expected), "reserved"
+    fake.log_artifact.assert_called_once_with(tmp_path / "run" / "report.html", name="report-12ab", type="report")
     named = fake.init.call_args.kwargs
     assert (named["project"], named["name"], named["resume"]) == ("paddock", "run-12ab", "allow")
     fake.finish.assert_called_once_with()
-    log = opened(tmp_path / "run", 1, trackio_enabled=True)
-    log.sample(2, "a", "b")
-    for step in (2, 3):
-        log.step({"step": step, "train_loss": 0.5})
-    log.close()
-    log = opened(tmp_path / "run", -1, trackio_enabled=True)
-    log.step({"step": 1, "train_loss": 1.5})
-    log.close()
-    assert logged(fake)[len(expected):] == [(3, {"train_loss": 0.5}), (1, {"train_loss": 1.5})], (
-        "step 2 is taken again; a new run in the folder of a killed one begins with step 1")
+    # Step 2 is taken again; a new run in the folder of a killed one begins with step 1.
+    for saved, steps in ((1, (2, 3)), (-1, (1,))):
+        log_steps(opened(tmp_path / "run", saved, trackio_enabled=True), steps)
+    assert logged(fake)[len(expected):] == [(3, {"train_loss": 0.5}), (1, {"train_loss": 0.5})]
 
 
 def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_path, monkeypatch, capsys):
@@ -198,30 +197,20 @@ def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_pa
     params = client.log_param.call_args_list
     assert call("run0", "MLFLOW_ENABLED", "True") in params
     client.search_runs.return_value = [client.create_run.return_value]
-    log, tables = opened(tmp_path / "run", 1, mlflow_enabled=True), client.log_table.call_count
-    log.sample(2, "a", "b")
-    for step in (2, 3):
-        log.step({"step": step, "train_loss": 0.5})
-    log.close()
+    tables = client.log_table.call_count
+    log_steps(opened(tmp_path / "run", 1, mlflow_enabled=True), (2, 3))
     assert client.search_runs.call_args == call(["7"], "tags.paddock_run = '12ab'")
     assert client.log_param.call_args_list == params, "mlflow refuses to change a parameter"
     assert client.log_metric.call_args_list == [*expected, call("run0", "train_loss", 0.5, step=3)]
     assert client.log_table.call_count == tables, "step 2 is there"
-    client.search_runs.side_effect = TypeError
-    opened(tmp_path / "run", 3, mlflow_enabled=True).close()
-    assert capsys.readouterr().err.count("mlflow is off for the rest of this run: TypeError") == 1
     monkeypatch.setitem(sys.modules, "mlflow", None)
     opened(tmp_path / "run", 3, mlflow_enabled=True).close()
-    error = capsys.readouterr().err
-    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in error, "without a class"
+    assert "mlflow is off for the rest of this run: MLFLOW_ENABLED=true needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad, error", [
     ("init", SystemExit(1)), ("log", RuntimeError), ("finish", RuntimeError)])
 def test_a_tracker_that_raises_costs_one_warning(bad, error, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    opened(tmp_path / "not installed", wandb_enabled=True).close()
-    assert "wandb is off" in capsys.readouterr().err
     fake = fake_module(monkeypatch, "wandb")
     getattr(fake, bad).side_effect = error
     log = opened(tmp_path, wandb_enabled=True)
@@ -247,22 +236,6 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_sa
 
 
 # The lines of an interrupted run
-
-
-def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
-    log = make_log(tmp_path)
-    for step in range(1, 6):
-        log.step({"step": step, "run": 1})
-        log.sample(step, "line\u2028separator\n", "é")
-    log.close()
-    log = make_log(tmp_path, step=3)
-    for step in range(4, 7):
-        log.step({"step": step, "run": 2})
-    log.close()
-    assert [(entry["step"], entry["run"]) for entry in written(tmp_path / "metrics.jsonl")] == [
-        (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
-    samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line)["prompt"] for line in samples if line] == ["line\u2028separator\n"] * 3
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])

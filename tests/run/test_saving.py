@@ -27,22 +27,26 @@ from run.run import finish_saving, save_checkpoint
 PATIENCE = 60
 
 
-def hold(monkeypatch, until: threading.Event) -> None:
-    """Let every thread that writes a checkpoint wait for an event."""
+def before_writing(monkeypatch, act) -> None:
+    """Let every thread that writes a checkpoint do something first."""
     original = TensorFile.write_rows
 
     def write_rows(*arguments):
         if threading.current_thread() is not threading.main_thread():
-            assert until.wait(PATIENCE)
+            act()
         return original(*arguments)
 
     monkeypatch.setattr(TensorFile, "write_rows", write_rows)
 
 
+def fail_with(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 def test_training_continues_while_a_thread_writes_what_the_state_was(tiny_run, whole, monkeypatch):
     """The steps taken meanwhile are not in the checkpoint, and the bits of the run are the same."""
     run, written, seen = tiny_run(), threading.Event(), []
-    hold(monkeypatch, written)
+    before_writing(monkeypatch, lambda: written.wait(PATIENCE))
 
     def look() -> None:
         seen.extend(run.steps_saved())
@@ -63,11 +67,7 @@ def test_training_continues_while_a_thread_writes_what_the_state_was(tiny_run, w
 
 def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(tiny_run, monkeypatch, capsys):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1)
-
-    def write_rows(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
+    before_writing(monkeypatch, lambda: fail_with(errno.ENOSPC))
     with at_step(2, lambda: wait_until(lambda: "background" not in [thread.name for thread in threading.enumerate()])):
         assert run.train() == 5
     assert "step-00000001 cannot be written: No space left on device" in capsys.readouterr().err
@@ -76,14 +76,8 @@ def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(tiny_run, 
 
 
 def test_temporary_errors_are_retried_in_the_thread_and_reported(tiny_run, whole, monkeypatch, capsys):
-    original, failures = TensorFile.write_rows, iter([errno.ESTALE])
-
-    def write_rows(*arguments):
-        if number := next(failures, None):
-            raise OSError(number, os.strerror(number))
-        return original(*arguments)
-
-    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
+    failures = iter([errno.ESTALE])
+    before_writing(monkeypatch, lambda: any(map(fail_with, failures)))
     monkeypatch.setattr(store, "RETRY_SECONDS", (0.1,))
     run = tiny_run().trained()
     assert "step-00000002 cannot be written: Stale file handle" in capsys.readouterr().err
@@ -109,7 +103,7 @@ def bad_gradient() -> None:
 
 def test_a_bad_step_does_not_lose_the_checkpoint_that_is_being_written(tiny_run, monkeypatch):
     run, written = tiny_run(), threading.Event()
-    hold(monkeypatch, written)
+    before_writing(monkeypatch, lambda: written.wait(PATIENCE))
     monkeypatch.setattr(Reducer, "norm", Reducer.norm)
     original = guards.stop_non_finite
 
@@ -127,7 +121,7 @@ def test_a_bad_step_does_not_lose_the_checkpoint_that_is_being_written(tiny_run,
 def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_folder(tiny_run, monkeypatch):
     run, halted = tiny_run(), threading.Event()
 
-    def write_rows(*_):
+    def spin() -> None:
         while True:
             tick()
             halted.set()
@@ -137,7 +131,7 @@ def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_
         assert halted.wait(PATIENCE)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
+    before_writing(monkeypatch, spin)
     with at_step(3, fail), pytest.raises(KeyboardInterrupt):
         run.train()
     assert not [*(run.folder / "checkpoints").iterdir()]
@@ -145,14 +139,7 @@ def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_
 
 def fill_the_disk() -> None:
     """In a rank: let its thread fail, and train on until the ranks have agreed on it."""
-    original = TensorFile.write_rows
-
-    def write_rows(*arguments):
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(*arguments)
-
-    TensorFile.write_rows = write_rows
+    before_writing(pytest.MonkeyPatch(), lambda: fail_with(errno.ENOSPC))
     do_in_step(3, lambda: time.sleep(0.5))
 
 

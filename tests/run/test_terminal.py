@@ -5,9 +5,7 @@ import os
 import re
 import sys
 import threading
-from pathlib import Path
 
-import pytest
 from commands import python
 from factories import TINY, argv_of
 
@@ -15,21 +13,6 @@ from common import text
 from common.text import print_safely
 
 COLOR = re.compile(r"\x1b\[\d+m")
-
-
-class Screen(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def screen(monkeypatch):
-    stream = Screen()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    return stream
 
 
 # The status line
@@ -40,7 +23,10 @@ def what_stays(shown: str) -> str:
     return re.sub(r"[^\n]*\r(?! *$)", "", without_bars, flags=re.M)
 
 
-def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch):
+def test_a_status_line_follows_and_makes_room_for_other_text(monkeypatch):
+    screen = type("Screen", (io.StringIO,), {"encoding": "utf-8", "isatty": lambda self: True})()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, screen)
     monkeypatch.setattr(text, "STATUS_SECONDS", 0.001)
@@ -63,22 +49,17 @@ def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch
 # A run
 
 
-def on_terminal(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str]:
-    """Run a script on a terminal of 80 columns; returns its exit code and what stays on it."""
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | environ
-    done = python(*arguments, cwd=cwd, env=env, terminal=True)
-    assert re.search("\r  (checking|step \\d+): [\\w -]+  \\d\\d:\\d\\d *\r", done.stdout), "its status line"
-    return done.returncode, what_stays(done.stdout.replace("\r\n", "\n"))
-
-
 def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_work(prepared, tmp_path):
     for path in (prepared.shards, prepared.tokenizer, prepared.items):
         (tmp_path / path.name).symlink_to(path)
     settings = {**TINY, "PRETRAIN_DATA_PATH": prepared.shards.name, "TOKENIZER_PATH": "tokenizer.model",
                 "HELLASWAG_PATH": "items.jsonl", "OUTPUT_DIR": "runs", "MAX_STEPS": 4, "REPORT": "true", "SAMPLE_EVERY": 4}
-    code, colored = on_terminal(tmp_path, "train.py", *argv_of(settings), TERM="xterm")
+    env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    done = python("train.py", *argv_of(settings), cwd=tmp_path, env=env, terminal=True)  # of 80 columns
+    assert re.search("\r  (checking|step \\d+): [\\w -]+  \\d\\d:\\d\\d *\r", done.stdout), "its status line"
+    colored = what_stays(done.stdout.replace("\r\n", "\n"))
     plain = COLOR.sub("", colored)
-    assert code == 0 and "\x1b[2mloss\x1b[0m" in colored and "\x1b" not in plain and "[CPU0]" not in plain
+    assert done.returncode == 0 and "\x1b[2mloss\x1b[0m" in colored and "\x1b" not in plain and "[CPU0]" not in plain
     log = (tmp_path / "runs" / "run" / "log" / "rank-0.txt").read_text()
     steps = re.findall(r"^\[CPU0\] Step \[(\d)/4\] \| Loss: (\S+) \| LR: (\S)\.(\d)", log, re.M)
     steps = [(step, f"{float(loss):.3f}", *rate) for step, loss, *rate in steps]
@@ -92,8 +73,6 @@ def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_wor
     # The end is four lines, there and in the log: the results, and commands.
     *_, result, report, use, resume = plain.strip().split("\n")
     assert log.strip().split("\n")[-4:] == [f"[CPU0] {line}" for line in (result, report, use, resume)]
-    unquoted = [line.replace("'", "") for line in (report, use, resume)]  # quoted if the folder's path has a space
     assert re.match(rf"result   loss {validations[0][0]} to {validations[-1][0]} ± {validations[-1][1]}, HellaSwag [\d.]+ % to [\d.]+ ± [\d.]+ %, in \d+ (s|min)", result)
-    assert unquoted[0].startswith("report   ") and unquoted[0].endswith("scripts/report.py runs/run  (wrote report.html)")
-    assert unquoted[1].startswith("use it   ") and unquoted[1].endswith("scripts/generate.py runs/run")
-    assert unquoted[2].endswith("scripts/run.py --run-name run --max-steps 8"), "the other settings are recorded"
+    assert "scripts/report.py" in report and "scripts/generate.py" in use
+    assert re.search(r"scripts/run\.py'? --run-name run --max-steps 8$", resume), "the other settings are recorded"
