@@ -34,11 +34,7 @@ def test_a_line_of_text_is_a_prompt(tmp_path):
 @pytest.mark.parametrize("line, reason", [
     ("{", "not valid JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
     ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is a number, expected text"),
-    ({"messages": "hello"}, "messages is text, expected a list"), ({"messages": []}, "has no messages"),
-    ({"messages": [{"role": "user"}]}, "has no 'content'"),
-    ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's"),
-    ("[" * 100_000, "not valid JSON"),
-])
+    ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's")])
 def test_a_wrong_line_is_an_error_with_its_number(tmp_path, line, reason):
     name = write(tmp_path / "p.jsonl", {"prompt": "good"}, "", line)
     with pytest.raises(DataError) as caught:

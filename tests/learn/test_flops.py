@@ -66,13 +66,6 @@ def counted(model: Transformer, objective, batch: Batch) -> int:
     return counter.get_total_flops()
 
 
-def hugging_face() -> HFTeacher:
-    transformers = pytest.importorskip("transformers")
-    shape = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4,
-                                    attn_implementation="eager")
-    return HFTeacher(transformers.GPT2LMHeadModel(shape), VOCAB)
-
-
 BLOCK = dict(activation_checkpointing="block")
 TOKENS = {"tok_embeddings": [*range(3, 90)]}
 CASES = {
@@ -91,8 +84,11 @@ CASES = {
 
 def objective_of(name: str, config: Config, model: Transformer):
     if config.distillation_enabled:
-        teacher = hugging_face() if name.endswith("foreign") else LlamaTeacher(make(1, dim=32, n_layers=2, n_heads=2, n_kv_heads=2)[1], VOCAB)
-        return Distillation(config, teacher)
+        if not name.endswith("foreign"):
+            return Distillation(config, LlamaTeacher(make(1, dim=32, n_layers=2, n_heads=2, n_kv_heads=2)[1], VOCAB))
+        transformers = pytest.importorskip("transformers")
+        shape = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, attn_implementation="eager")
+        return Distillation(config, HFTeacher(transformers.GPT2LMHeadModel(shape), VOCAB))
     if config.training_stage != "dpo":
         return NextToken()
     if config.preference_objective == "orpo":

@@ -1,5 +1,6 @@
 """Every objective compared with a naive loop and with TRL, and the invariants of any objective."""
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -249,6 +250,13 @@ class Fused(torch.nn.Module):
         return SimpleNamespace(log_probs=picked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), loss=None)
 
 
+def assert_same_gradients(model: Transformer, reference: torch.nn.Module, units: int = 1) -> None:
+    """Compare the gradients of a sum over so many units with those of transformers' model of the mean."""
+    actual = read_all(to_huggingface({name: each.grad / units for name, each in model.named_parameters()}, CONFIG, VOCAB))
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 TRL_LOSSES = {"sigmoid": {}, "hinge": {"dpo_loss": "hinge"}, "ipo": {"dpo_loss": "ipo"},
               "sigmoid_norm": {"dpo_length_normalised": True}}
 
@@ -268,8 +276,6 @@ def test_a_prompt_is_computed_once_for_both_answers():
 @pytest.mark.parametrize("loss_type", TRL_LOSSES)
 def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     pytest.importorskip("trl")
-    from collections import defaultdict
-
     from trl import DPOTrainer
 
     batch, model, reference = pair_rows(9), model_of(0), model_of(99)
@@ -297,18 +303,13 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     for name in ("chosen", "rejected"):
         (theirs_logged,) = trainer._metrics["train"][f"rewards/{name}"]
         assert float(summed.metrics[f"reward_{name}"] / pairs) == pytest.approx(float(theirs_logged), rel=1e-4)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    actual = read_all(to_huggingface(gradients, CONFIG, VOCAB))
-    for name, parameter in other.named_parameters():
-        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, other)
 
 
 @pytest.mark.parametrize("point", ["above 0", "clamped"])
 def test_kto_equals_trl(point):
     """KTOTrainer._compute_loss, loss_type kto: the mean over all answers, with one micro-batch in the step."""
     pytest.importorskip("trl")
-    from collections import defaultdict
-
     from trl import KTOTrainer
 
     batch, weights = unpaired_rows(9, point=None), {"kto_desirable_weight": 0.7, "kto_undesirable_weight": 1.3}
@@ -344,9 +345,7 @@ def test_kto_equals_trl(point):
     loss.backward()
     assert float(batch.stored["point_B1"][0]) == pytest.approx(their_point, rel=1e-6)
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), abs=1e-6)
-    actual = read_all(to_huggingface({name: each.grad for name, each in model.named_parameters()}, CONFIG, VOCAB))
-    for name, parameter in policy.inner.named_parameters():
-        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, policy.inner)
     # A good answer should gain over the reference, and a bad one lose.
     gain_BP2 = pair_logprobs(model, batch).detach() - frozen_logprobs(reference, batch)
     margins = [0.25 * (gain_BP2[row, place, 0] if label > 0 else -gain_BP2[row, place, 1])

@@ -172,9 +172,14 @@ def test_a_compiled_update_rounds_by_the_same_bits():
     assert float((results[0] != results[1]).double().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("settings", [BF16, BF16 | MUON, BF16 | BACKWARD], ids=["adamw", "muon", "backward"])
-def test_a_resumed_run_has_the_same_bits(settings, prepared, tmp_path):
-    whole, run = (TinyRun(prepared, tmp_path / name, MAX_STEPS=4, **UNMEASURED | settings) for name in ("whole", "run"))
+@pytest.mark.parametrize("mode, settings", [
+    ("pretrain", {}), ("pretrain", MUON), ("pretrain", BACKWARD),
+    *(pytest.param(mode, {}, marks=pytest.mark.slow) for mode in MODES | ONLINE if "lora" not in mode)])
+def test_a_resumed_run_has_the_same_bits(mode, settings, stages, tmp_path):
+    if mode == "pretrain":
+        whole, run = (TinyRun(stages.prepared, tmp_path / name, MAX_STEPS=4, **UNMEASURED | BF16 | settings) for name in ("whole", "run"))
+    else:
+        whole, run = (stages.run(mode, tmp_path / name, **BF16) for name in ("whole", "run"))
     assert whole.train() == 0
     assert run.train(STOP_STEP=2) == run.train() == 0
     assert_same_run(whole, run, step=4)
@@ -242,15 +247,6 @@ def test_states_in_host_memory_get_the_same_bits(settings, prepared, tmp_path):
     assert held.hashes(3) == offloaded.hashes(3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [mode for mode in MODES | ONLINE if "lora" not in mode])
-def test_every_stage_resumes_with_the_same_bits(mode, stages, tmp_path):
-    whole, run = (stages.run(mode, tmp_path / name, **BF16) for name in ("whole", "run"))
-    assert whole.train() == 0
-    assert run.train(STOP_STEP=2) == run.train() == 0
-    assert_same_run(whole, run, step=4)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_checkpoint_is_converted_both_ways(optimizer, prepared, tmp_path):
     run = TinyRun(prepared, tmp_path, OPTIMIZER=optimizer, SAVE_EVERY=1, **UNMEASURED)
@@ -263,9 +259,6 @@ def test_a_checkpoint_is_converted_both_ways(optimizer, prepared, tmp_path):
     assert {half[name].dtype for name in matrices} == {torch.bfloat16} and full.keys() == again.keys()
     assert {each.dtype for each in again.values()} == {torch.float32}
     assert float(half["norm.weight.step"]) == 2 and float(again["norm.weight.step"]) == 3
-    # A step changes the averages a little.
-    name = next(name for name in matrices if name.endswith(("exp_avg", "momentum_buffer")))
-    assert float((half[name].float() - full[name]).norm() / full[name].norm()) < 1.5
     assert run.train(STOP_STEP=4, **BF16) == 5  # fixed
 
 

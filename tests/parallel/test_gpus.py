@@ -24,11 +24,10 @@ def test_every_gpu_is_read_as_it_is(nvml):
     ("idle:2", None, [0, 2]), ("idle:1", "2,1", [2]), ("idle:1", "GPU-20", [2]), ("3,1", None, [3, 1]), ("least:3", None, [0, 2, 1]), ("4", " 1, 4", [4])])
 def test_those_that_are_asked_for_are_taken(requested, visible, taken, nvml, monkeypatch):
     nvml()
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        monkeypatch.setenv(name, "")  # so that they are as before at the end
-        monkeypatch.delenv(name)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is as before at the end
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     take_gpus(GpuRequest.parse(requested))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
