@@ -54,21 +54,17 @@ def model(tokenizer) -> Transformer:
     return model
 
 
-def made_records(count: int, seed: int = 0) -> list[dict]:
+@pytest.fixture(scope="module")
+def records() -> list[dict]:
     """Random items in HellaSwag's schema, with ctx_a and ctx_b, bracketed marks, accents, and endings of unequal length."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
 
     def text(least: int, most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, most)))
 
     return [{"ind": i, "activity_label": text(1, 3), "ctx_a": text(4, 30), "ctx_b": text(0, 3),
              "endings": [rng.choice(string.ascii_lowercase) + text(1, 12) for _ in range(4)], "label": rng.randrange(4)}
-            for i in range(count)]
-
-
-@pytest.fixture(scope="module")
-def records() -> list[dict]:
-    return made_records(50)
+            for i in range(50)]
 
 
 @pytest.fixture(scope="module")
@@ -134,27 +130,29 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
 @pytest.mark.parametrize("line, word", [
     ("{not json", "not valid JSON"), (b"\xff\xfe{}", "byte 1 of the line is not UTF-8"),
     ({**GOOD, "label": 5}, "'label' must be 0 to 3 (or in the whole file 1 to 4), or A to D, got 5"),
-    ({**GOOD, "label": ""}, "has no label; use the validation split"),
-    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"), ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
-    ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
-    *(({**GOOD, **change, "EVAL_TASKS": 1}, word) for change, word in (
-        ({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
-        ({"endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1"), ({"endings": ["a", ""]}, "ending 1 is empty"))),
-    ({**{name: GOOD[name] for name in ("ctx", "endings")}, "gold": 1, "EVAL_TASKS": 1}, "has no 'label'; it has 'ctx', 'endings', 'gold'"),
-    *(({**ARC[0], **change, "EVAL_TASKS": 1}, word) for change, word in (
-        ({"answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"), ({"answerKey": ""}, "has no label; use the"),
-        ({"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
-        ({"choices": ["B", "A"], "answerKey": "B"}, "'answerKey' is 'B', a position and also the text of another one"),
-        ({"choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
-        ({"question": {"stem": "x"}}, "'question' is an object, expected text"))),
-    ])
+    ({**GOOD, "label": ""}, "has no label; use the validation split"), ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
+    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"), ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty")])
 def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
-    path, is_other = tmp_path / "bad.jsonl", isinstance(line, dict) and line.pop("EVAL_TASKS", 0)
+    check_refused(tmp_path, line, word)
+
+
+@pytest.mark.parametrize("record, word", [
+    ({**GOOD, "endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"), ({**GOOD, "endings": ["a", "b"], "label": 3}, "'label' must be 0 to 1"),
+    ({"ctx": "y", "endings": ["a", "b"], "gold": 1}, "has no 'label'; it has 'ctx', 'endings', 'gold'"),
+    ({**ARC[0], "answerKey": "D"}, "'answerKey' must be a label of its choices, A, B, C, got 'D'"),
+    ({**ARC[0], "choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' must be 2 to 16 texts"),
+    ({**ARC[0], "choices": ["0", "2", "1"], "answerKey": "1"}, "'answerKey' is '1', a position and also the text of another one"),
+    ({**ARC[0], "question": {"stem": "x"}}, "'question' is an object, expected text")])
+def test_a_bad_line_of_another_set_is_an_error_with_its_number(tmp_path, record, word):
+    check_refused(tmp_path, record, word, "EVAL_TASKS=a:")
+
+
+def check_refused(folder, line, word, *name) -> None:
     line = json.dumps(line) if isinstance(line, dict) else line
-    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    (folder / "bad.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(DataError) as error:
-        read_items(path, *["EVAL_TASKS=a:"] * bool(is_other))
-    assert f"{path}:2: " in str(error.value) and word in str(error.value)
+        read_items(folder / "bad.jsonl", *name)
+    assert f"{folder}/bad.jsonl:2: " in str(error.value) and word in str(error.value)
 
 
 def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_path, tokenizer):
@@ -273,19 +271,10 @@ def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, w
 
 
 @pytest.fixture(scope="module")
-def exported(model, tokenizer, tmp_path_factory) -> Path:
+def harness(model, tokenizer, tmp_path_factory):
+    """The harness's own hellaswag task and model on given records: (acc, acc_norm, log-probabilities) of each."""
     folder = tmp_path_factory.mktemp("exported")
     save_model_folder(folder, model.state_dict(), model.config, tokenizer, MAX_SEQ_LEN)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def harness(exported):
-    return harness_of(exported)
-
-
-def harness_of(folder: Path):
-    """The harness's own hellaswag task and model on given records: (acc, acc_norm, log-probabilities) of each."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -250,9 +250,6 @@ def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, native, tmp_pat
     assert load_tokenizer(str(tmp_path)).sha256 == native.sha256
     file.write_bytes(b"\n\n\n" + file.read_bytes())
     assert load_tokenizer(str(file)).sha256 == native.sha256
-    file.write_bytes(b"\n\n\n")
-    with pytest.raises(DataError, match="has no token for 256"):
-        load_tokenizer(str(file))
 
 
 def test_foreign_tokenizer_without_a_bos(folder, native, tmp_path):
@@ -275,12 +272,6 @@ def test_foreign_tokenizer_without_a_bos(folder, native, tmp_path):
     assert not (tmp_path / "chat_template.jinja").exists()
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     assert len(loaded) == RANKS + 1 and loaded(SENTENCES[0])["input_ids"] == native.encode(SENTENCES[0])
-
-    path.write_text(json.dumps({**document, "added_tokens": []}))
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "special_tokens_map.json").unlink()
-    with pytest.raises(DataError, match="eos_token"):
-        load_tokenizer(str(path))
 
 
 def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):

@@ -260,8 +260,6 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     """The last validations are worse on each of the same rows. Later commands use RUN:best, and none asks for more steps."""
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 3.0, 3.5, 3.6, 2.9, 2.92])))
     run = tiny_run(VALIDATE_EVERY=1, SAVE_EVERY=3, HELLASWAG_EVERY=0)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
     assert run.train(MAX_STEPS=6) == 0
     printed = capsys.readouterr()
     warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+), paired over 12 rows\)", " ".join(printed.err.split()))
