@@ -126,29 +126,6 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
         assert_same_run(run, whole, 6)
 
 
-def fill_the_disk_in_the_save_of_step_4() -> None:
-    """After the check of the free space, and before the last byte."""
-    original, saves = store.start_writing, iter(range(9))
-
-    def begin(*arguments):
-        temporary = original(*arguments)
-        if next(saves) == 1:
-            fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
-        return temporary
-
-    store.start_writing = begin
-
-
-@needs_mounts
-def test_a_disk_that_fills_within_a_save_publishes_nothing(on_small_disk):
-    run, text = on_small_disk([5], fill_the_disk_in_the_save_of_step_4)
-    assert_one_sentence(text, str(run.checkpoint(4)), "bytes needed", "free")
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
-    assert store.verify(run.checkpoint(2))
-    steps = [line["step"] for line in run.metrics()]
-    assert steps in ([*range(5)], [*range(6)]), "there was room for these; a thread writes during the last one"
-
-
 def console_that_nobody_reads() -> None:
     reader, writer = os.pipe()
     for stream in (1, 2):

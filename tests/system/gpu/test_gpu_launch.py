@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_launch import planted, print_seconds
+from test_launch import planted
 
 from model_utils import why_no_kernel
 
@@ -17,7 +17,6 @@ def test_when_one_rank_fails_the_other_does_not_stay_in_a_kernel(what, moment, r
     run = tiny_run(**CUDA)
     with planted(run, what, moment, rank) as command:
         assert command.wait() == 1, command.text()
-    print_seconds(run)
     assert command.last_line().startswith(f"error: rank {rank}") and "hang" not in command.text()
 
 

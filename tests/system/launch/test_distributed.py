@@ -123,12 +123,8 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
 
 
 @pytest.mark.parametrize(("code", "changes"), [
-    (2, {"LERNING_RATE": 1}), (3, {"PRETRAIN_DATA_PATH": "nowhere"}), (5, {"PRETRAIN_CHECKPOINT": "nowhere"})])
-def test_an_error_that_all_ranks_share_is_printed_once(code, changes, tiny_run):
-    text = tiny_run().ends([code] * WORLD, **changes)
+    (2, {"LERNING_RATE": 1}), (3, {"PRETRAIN_DATA_PATH": "nowhere"}), (5, {"PRETRAIN_CHECKPOINT": "nowhere"}), (5, {"SEED": 3})])
+def test_an_error_that_all_ranks_share_is_printed_once(code, changes, whole_on_two_ranks):
+    """Also in a resume."""
+    text = whole_on_two_ranks.ends([code] * WORLD, **changes)
     assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
-
-
-def test_a_refused_resume_is_printed_once(whole_on_two_ranks):
-    text = whole_on_two_ranks.ends([5, 5], SEED=3)
-    assert text.count("SEED was 1337, is 3") == 1 and "Traceback" not in text

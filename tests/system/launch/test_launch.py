@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from commands import ROOT, Command, during, launch, listening, torchrun
-from factories import TinyRun, assert_same_run, do_in_step, free_port
+from factories import TinyRun, assert_same_run, free_port
 from test_pickles import Bomb
 
 from checkpoint import huggingface
@@ -59,24 +59,15 @@ def plant() -> None:
 
 
 def act(what: str) -> None:
-    Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
-        if os.environ["RANK"] == "1":  # as if somebody tidied up
-            shutil.rmtree(next(path for path in Path(os.environ["PLANTED_AT"]).parent.glob("launch/*")))
         raise ZeroDivisionError("planted")
     os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
     time.sleep(0.3)
 
 
 def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> Command:
-    return launch(run, plant="test_launch:plant", planted_in=rank, **changes,
-                  env={"PLANTED": f"{what}:{moment}", "PLANTED_AT": str(run.output_dir / "planted-at")})
-
-
-def print_seconds(run: TinyRun) -> None:
-    """Print the seconds since the fault, which -rP shows; a busy machine may take any time."""
-    print(f"gone after {time.time() - float((run.output_dir / 'planted-at').read_text()):.1f} s")
+    return launch(run, plant="test_launch:plant", planted_in=rank, **changes, env={"PLANTED": f"{what}:{moment}"})
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -165,7 +156,6 @@ def test_when_one_rank_fails_all_exit_and_the_cause_is_printed(what, moment, ran
     run = tiny_run(ASYNC_SAVE=what == "exception")
     with planted(run, what, moment, rank) as command:
         assert command.wait() == 1, command.text()
-    print_seconds(run)
     text, saved = command.text(), re.search(r"; step \d is saved", command.last_line())
     assert saved and saved[0] == "; step 2 is saved" or (what, moment) != ("SIGKILL", "step")
     cause = command.last_line().replace(saved[0] if saved else "", "")
@@ -177,9 +167,6 @@ def test_when_one_rank_fails_all_exit_and_the_cause_is_printed(what, moment, ran
         assert "Traceback" not in text
     assert "stops, because another" not in text and "elastic" not in text
     folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))
-    if what == "exception" and rank == 1:
-        assert cause.endswith(f"was in {folder.parent.parent}, which was deleted")
-        return
     assert cause.endswith(f"is in {folder.parent.parent}")
     if what == "exception":
         assert json.loads((folder / str(rank) / "error.json").read_text())["message"]["errorCode"] == 1
@@ -195,19 +182,6 @@ def test_the_exit_code_depends_on_the_cause(code, changes, message, tiny_run):
         assert command.wait() == code, command.text()
     assert message in command.last_line() and command.text().count(command.last_line().split(". The output")[0][-60:]) == 1
     assert "Traceback" not in command.text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_reported_and_all_exit(rank, tiny_run):
-    run, timeout = tiny_run(), 20
-    with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
-        assert command.wait() == 6, command.text()
-    print_seconds(run)
-    message = command.last_line()
-    assert message.startswith(f"error: hang: rank {rank} does not respond, rank {1 - rank} waits in HellaSwag (step 3); no rank ")
-    assert "Traceback" not in command.text()
-    assert "in multiple_choice" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -261,33 +235,26 @@ def test_a_launcher_is_not_the_rank_of_an_earlier_job(tiny_run, tmp_path):
     assert run.steps_saved() == [1]
 
 
-def test_folders_of_live_launches_are_kept_and_no_two_share_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
+def test_folders_of_live_and_of_the_newest_launches_are_kept_and_no_two_share_one(tmp_path, monkeypatch):
     with ExitStack() as held:
-        def begin(node_rank: int = 0) -> Path:
+        def begin(second: int = 0, node_rank: int = 0) -> Path:
+            monkeypatch.setattr(time, "strftime", lambda form: f"20261121-0000{second:02}")
             logs = launcher.open_logs(Config(output_dir=str(tmp_path)), node_rank)
             held.enter_context(logs.lock)
             return logs.folder
 
         live = [begin() for _ in range(launcher.KEPT_FOLDERS + 3)]
         assert len({*live}) == len(live) and all(folder.is_dir() for folder in live)
+        for second in range(1, launcher.KEPT_FOLDERS + 3):
+            held.close()
+            before = begin(second)
         held.close()
-        newest, other = begin(), begin(1)
-        left = {*(tmp_path / "launch").iterdir()}
-        assert len(left) == launcher.KEPT_FOLDERS + 1 and other in left and newest in left
+        assert {before, begin(59), begin(59, 1)} <= {*(tmp_path / "launch").iterdir()}
+        assert len([*(tmp_path / "launch").iterdir()]) == launcher.KEPT_FOLDERS + 1
         shutil.rmtree(tmp_path / "launch")
         (tmp_path / "launch").symlink_to("nowhere")
         with pytest.raises(CheckpointError, match="launch cannot be written: File exists"):
             begin()
-
-
-def test_the_folders_of_the_newest_launches_are_kept(tmp_path, monkeypatch):
-    for number in range(launcher.KEPT_FOLDERS + 3):
-        monkeypatch.setattr(time, "strftime", lambda form, second=number: f"20261121-0000{second:02}")
-        with launcher.open_logs(Config(output_dir=str(tmp_path)), 0).lock:
-            pass
-    left = sorted(folder.name for folder in (tmp_path / "launch").iterdir())
-    assert left == [f"20261121-0000{number:02}-node-0" for number in range(3, launcher.KEPT_FOLDERS + 3)]
 
 
 @pytest.mark.parametrize(("nnodes", "found", "message"), [
@@ -400,10 +367,6 @@ def dawdle() -> None:
         during(module, "print_safely", lambda: time.sleep(3), 1)
 
 
-def die() -> None:
-    do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
-
-
 @pytest.mark.parametrize(("node", "waits_for"), [(0, "node 1"), (1, "node 0")])
 def test_a_machine_that_waits_for_another_says_so_and_a_signal_ends_it_at_once(node, waits_for, tiny_run):
     run, port = tiny_run(), free_port()
@@ -424,18 +387,10 @@ def test_a_machine_that_never_starts_is_an_error_that_names_it(monkeypatch, tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
-def test_two_launchers_are_one_job(killed, tiny_run):
+def test_two_launchers_are_one_job(tiny_run):
     """As on two machines, except for the network; the folder is shared."""
     run, port = tiny_run(), free_port()
     commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(), *["--weight-decay=0.5"] * node,
-                        plant="test_launch:die" if killed else "", planted_in=1) for node in (0, 1)]
-    codes = [command.wait() for command in commands]
-    if killed:
-        assert codes == [1, 1]
-        assert "rank 1 was killed by SIGKILL" in commands[1].last_line()
-        assert "rank 0 stops, because another rank has exited" in commands[0].last_line()
-    else:
-        assert codes == [0, 0] and run.steps_saved()[-1] == 6
-        assert "the first one decides, and prints the progress. Not used here: WEIGHT_DECAY=0.5" in commands[1].text()
+                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(), *["--weight-decay=0.5"] * node) for node in (0, 1)]
+    assert [command.wait() for command in commands] == [0, 0] and run.steps_saved()[-1] == 6
+    assert "the first one decides, and prints the progress. Not used here: WEIGHT_DECAY=0.5" in commands[1].text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import UNMEASURED, Stages, TinyRun, assert_same_run, is_rank, prepare_stages
+from factories import UNMEASURED, TinyRun, assert_same_run, is_rank
 from safetensors.torch import load_file
 
 from checkpoint import store
@@ -15,11 +15,6 @@ from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
 QUIET = {**UNMEASURED, "SAVE_EVERY": 2, "MAX_STEPS": 4}
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.mark.parametrize("mode, setting", [

@@ -8,22 +8,16 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from commands import during
 from factories import (
     MODES,
     ONLINE,
-    STAGE,
     UNMEASURED,
-    Stages,
     TinyRun,
-    a_step,
     assert_same_run,
-    furthest,
     is_rank,
-    prepare_stages,
     stop_at,
     without_clocks,
 )
@@ -31,20 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import train
-from config import Config
 from data_pipeline import shards
-from data_pipeline.shards import TokenizerInfo
-from dataloaders import Batch, ExampleRows, open_example_set
 from learn import reference_cache as precompute
-from learn.objectives import DPO, NextToken, stored_reference
-from model import Transformer
-
-ROW_TOKENS = 192  # tokens of a row in the tests of single steps; several pairs fit
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.fixture(scope="module")
@@ -64,43 +46,6 @@ def finished(stages, tmp_path_factory):
 @pytest.fixture
 def run(stages, tmp_path):
     return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
-
-
-def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
-    """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
-    rows = ExampleRows(open_example_set(path, "train", kind, TokenizerInfo(512)), ROW_TOKENS)
-    if kind == "pairs":
-        generator = torch.Generator().manual_seed(0)
-        rows = precompute.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
-    return [rows(np.arange(first, first + rows_per_micro_batch)) for first in range(0, 8, rows_per_micro_batch)]
-
-
-CHOOSE = {"chats": lambda config: NextToken(), "pairs": lambda config: DPO(config, stored_reference)}
-
-
-def step_on(kind: str, batches: list[Batch], **options):
-    return a_step(batches, choose=CHOOSE[kind], MAX_SEQ_LEN=ROW_TOKENS, MAX_GRAD_NORM=0, **options)
-
-
-@pytest.mark.parametrize("kind", ["chats", "pairs"])
-def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, stages):
-    path = getattr(stages, kind)
-    counts = [int(CHOOSE[kind](Config()).count(batch)) for batch in rows_of(kind, path, 1)]
-    assert len(set(counts)) > 1, "the rows are to be uneven"
-    whole, expected, _ = step_on(kind, rows_of(kind, path, 8))
-    assert whole.count == sum(counts)
-    # The mean over all units of the whole batch, by a single backward.
-    config = Config(**{name.lower(): value for name, value in STAGE.items()} | {"max_seq_len": ROW_TOKENS})
-    model = Transformer(config, 512)
-    model.init_weights(torch.Generator().manual_seed(1))
-    (batch,) = rows_of(kind, path, 8)
-    (CHOOSE[kind](config).loss_sum(model, batch).total / sum(counts)).backward()
-    assert furthest({name: parameter.grad for name, parameter in model.named_parameters()}, expected) < 1e-6
-    for rows in (1, 2, 4):
-        result, gradients, _ = step_on(kind, rows_of(kind, path, rows))
-        assert result.count == whole.count and result.loss == pytest.approx(whole.loss, rel=1e-5)
-        assert result.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-6)
-        assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5) and furthest(gradients, expected) < 2e-6
 
 
 # They differ from dpo-live, and from distilled and sft, in the loss only; the last, from lora-sft and dpo-live together, in nothing.
