@@ -22,10 +22,7 @@ def of(findings) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("found", "failure", "driver", "subject", "state", "output"), [
-    (GPU, "", True, "GPU", "ok", "1: H100 (80 GiB)"),
-    (GPU, "", True, "NCCL", "ok", "2.29.3"),
-    (ON_CPU, "", False, "GPU", "-", "training runs on the CPU"),
-    (ON_CPU, "", False, "torch", "ok", "2.13.0+cpu, built for the CPU"),
+    (GPU, "", True, "GPU", "ok", "1: H100 (80 GiB)"), (ON_CPU, "", False, "GPU", "-", "training runs on the CPU"),
     (ON_CPU, "", True, "GPU", "FAIL", "pip uninstall torch, then bash scripts/setup.sh"),
     ({**GPU, "gpu": [], "nccl": []}, "", True, "GPU", "FAIL", "CUDA 13.0"),
     ({**GPU, "gpu": ["A", "A"], "nccl": []}, "", True, "NCCL", "FAIL", "CUDA build"),
@@ -70,7 +67,6 @@ def found(site: Path, whole: bool) -> dict[str, str]:
 @pytest.mark.parametrize(("lost", "name", "output", "at_once"), [
     ("torch-1.0.dist-info/INSTALLER", "torch", "torch-1.0.dist-info/INSTALLER is missing", True),
     ("sympy-1.0.dist-info/RECORD", "sympy", "sympy-1.0.dist-info/RECORD is missing", True),
-    ("torch-1.0.dist-info/METADATA", "torch", "torch-1.0.dist-info/METADATA is missing", True),
     ("../../../bin/torchrun", "torch", "bin/torchrun is missing", True), ("torch/lib/libtorch.so", "torch", "torch/lib/libtorch.so is missing", True),
     ("torch/__init__.py", "torch", "torch/__init__.py is missing", True), ("sympy/nn.py", "sympy", "sympy/nn.py is missing", False)])
 def test_an_interrupted_installation_is_found(lost, name, output, at_once, site):

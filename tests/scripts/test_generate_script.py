@@ -29,20 +29,13 @@ def texts_of(parts) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-def load(name: str, *base: str):
-    return weights.load_to_generate(find_model(name), *base)
-
-
-def continuations(generator: TextGenerator, texts: list[str]):
-    return generator.stream([text_prompt(generator.tokenizer, text) for text in texts])
-
-
-def continued(model, tokenizer, *options) -> list[str]:
-    return texts_of(continuations(TextGenerator(model, tokenizer, *options[1:]), options[0]))
+def load(folder: Path):
+    return weights.load_to_generate(find_model(str(folder)))
 
 
 def test_the_command_prints_prompt_and_continuation(folder):
-    texts = continued(*load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+    generator = TextGenerator(*load(folder), 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+    texts = texts_of(generator.stream([text_prompt(generator.tokenizer, text) for text in PROMPTS[:2]]))
     done = python(SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8", "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
     assert "\x1b" in whole  # which only a terminal would obey, and this is a pipe
@@ -56,7 +49,7 @@ def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path):
         "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = texts_of(script.answers(TextGenerator(*load(str(tmp_path / "folder")), 24), [turn], system))
+        answer, = texts_of(script.answers(TextGenerator(*load(tmp_path / "folder"), 24), [turn], system))
         assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 

@@ -3,15 +3,13 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory, gettempdir
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from factories import Prepared, sentence
+from factories import Prepared, sentence, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,23 +50,15 @@ def test_documents_are_measured_as_by_hand_however_they_lie_in_the_blocks(docume
 
 
 @pytest.fixture(scope="module")
-def sets(prepared: Prepared) -> Iterator[dict[str, Path]]:
-    """Prepared documents, of which a third are repeated, chats, pairs and a mixture."""
-    with TemporaryDirectory() as folder:  # a short path, as lines with it are measured
-        yield make_sets(prepared, Path(folder))
-
-
-def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
-    rng = Random(3)
+def sets(prepared: Prepared, tmp_path_factory) -> dict[str, Path]:
+    """Prepared documents, of which a third are repeated, chats and a mixture."""
+    rng, folder, made = Random(3), tmp_path_factory.mktemp("sets"), {}
     texts = [" ".join(sentence(rng) for _ in range(3)) + f" Ümlaut {number}" for number in range(60)]
     records = {"documents": [{"text": text} for text in texts + texts[:30]],
-               "chats": [{"prompt": f"{text}?", "completion": "Yes\x1b[2J, it is."} for text in texts],
-               "pairs": [{"prompt": "So?", "chosen": f"{text}", "rejected": "No."} for text in texts[:9]]}
-    made = {}
+               "chats": [{"prompt": f"{text}?", "completion": "Yes\x1b[2J, it is."} for text in texts]}
     for kind, lines in records.items():
-        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
-        made[kind] = prepare_set(kind, str(folder / f"{kind}.jsonl"), folder / "sets", options)
+        made[kind] = prepare_set(kind, write_jsonl(folder / f"{kind}.jsonl", lines), folder / "sets", options)
     sources = [{"label": label, "set": f"../{made['documents'].name}"} for label in "ab"]
     made["mixture"] = write_mixture(folder / "sets", Mixture(sources=sources, phases=[{"weights": {"a": 1, "b": 1}}]))
     return made
@@ -81,10 +71,7 @@ def inspect(prepared, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, flags), "--tokenizer-path", str(prepared.tokenizer)])
         inspect_data.main()
-        out = capsys.readouterr().out
-        sentences = [line.replace(gettempdir(), "/tmp") for line in out.splitlines() if "scripts/inspect_data.py" not in line]  # but for commands
-        assert max(map(len, sentences)) <= (100 if "--list" in flags else 160 if "--find" in flags else 80) or "--json" in flags
-        return out
+        return capsys.readouterr().out
 
     return run
 

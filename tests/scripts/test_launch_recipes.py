@@ -61,32 +61,24 @@ def checked(monkeypatch, command: list[str], **settings: str) -> tuple[int, int,
 class Job:
     """The job in a folder of its own; `python` is what a node runs, a command of bash."""
 
-    def __init__(self, folder: Path, *flags: str, python: str = "", **environ: str):
-        self.folder, binaries = folder, folder / "bin"
-        binaries.mkdir(parents=True, exist_ok=True)
-        (folder / "scripts").exists() or (folder / "scripts").symlink_to(ROOT / "scripts")
+    def __init__(self, folder: Path, python: str, **environ: str):
+        self.folder, self.output, binaries = folder, folder / "job.txt", folder / "bin"
+        binaries.mkdir()
+        (folder / "scripts").symlink_to(ROOT / "scripts")
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": f"#!/usr/bin/env bash\n{python}\n"}.items():
-            if name != "python" or python:
-                (binaries / name).write_text(text)
-                (binaries / name).chmod(0o755)
+            (binaries / name).write_text(text)
+            (binaries / name).chmod(0o755)
         inherited = {name: value for name, value in os.environ.items() if name not in ("RUN_NAME", "MASTER_ADDR", "MASTER_PORT")}
         path = os.pathsep.join([str(binaries), str(Path(sys.executable).parent), os.environ["PATH"]])
-        self.output = folder / "job.txt"
         with open(self.output, "a") as output:
             self.process = subprocess.Popen(
                 # INT is ignored where pytest runs in the background, and bash cannot trap what is.
-                ["env", "--default-signal=INT", "bash", str(RECIPES / "slurm.sh"), *flags], cwd=folder,
-                stderr=subprocess.STDOUT, stdout=output, start_new_session=True,
-                env={**inherited, "PATH": path, "VIRTUAL_ENV": "set", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "first",
-                     "SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2", **environ})
+                ["env", "--default-signal=INT", "bash", str(RECIPES / "slurm.sh")], cwd=folder, stderr=subprocess.STDOUT, stdout=output,
+                start_new_session=True, env={**inherited, "PATH": path, "VIRTUAL_ENV": "set", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "first",
+                                             "SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2", **environ})
 
     def text(self) -> str:
         return "\n".join(path.read_text() for path in (self.output, *sorted(self.folder.glob("slurm-*.out"))))
-
-    def wait_for(self, *words: str) -> None:
-        """Wait until a node has printed each of these words."""
-        wait_until(lambda: self.process.poll() is not None or all(word in self.text() for word in words), self.text)
-        assert self.process.poll() is None, self.text()
 
     def wait(self) -> int:
         """Wait until it has ended; returns the exit code."""
@@ -117,7 +109,7 @@ def test_a_job_is_queued_again_after_a_preemption_only(python, environ, code, re
     ([signal.SIGUSR1, signal.SIGUSR1], True), ([signal.SIGINT, signal.SIGUSR1], False)])
 def test_a_signal_to_the_job_saves_once_on_every_node(signals, requeued, tmp_path):
     job = Job(tmp_path, python=WAITS)
-    job.wait_for("node 0", "node 1")
+    wait_until(lambda: "node 0" in job.text() and "node 1" in job.text(), job.text)
     for number in signals:
         job.process.send_signal(number)
         time.sleep(0.1)
@@ -143,11 +135,9 @@ def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preempti
 
 def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would_fail_again(monkeypatch):
     volume, runtime, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text(encoding="utf-8"))
-    assert [each["kind"] for each in (volume, runtime, job)] == ["PersistentVolumeClaim", "TrainingRuntime", "TrainJob"]
     assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
     jobs = runtime["spec"]["template"]["spec"]
     node, = jobs["replicatedJobs"]
-    assert all(re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) for rule in jobs["failurePolicy"]["rules"])
     pod, rules = node["template"]["spec"]["template"]["spec"], node["template"]["spec"]["podFailurePolicy"]["rules"]
     container, = pod["containers"]
     assert node["name"] == container["name"] == "node", "the names that the trainer looks for"
@@ -157,16 +147,11 @@ def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would
     pattern, = jobs["failurePolicy"]["rules"][0]["onJobFailureMessagePatterns"]
     restarting = {code for code in values
                   if re.search(pattern, f"Container node for pod a/b failed with exit code {code} matching FailJob rule at index 0")}
-    assert restarting == {EXIT_PREEMPTED}
-    assert values - restarting == {each.exit_code for each in FATAL}
+    assert restarting == {EXIT_PREEMPTED} and values - restarting == {each.exit_code for each in FATAL}
     assert node["template"]["spec"]["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
-    monkeypatch.setattr(sys, "argv", ["launch.py"])
-    assert pod["terminationGracePeriodSeconds"] > launcher.parse_args()[0].shutdown_timeout
 
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "first-node-0-0.first", "PET_MASTER_PORT": "29400"}
     command = [re.sub(r"\$\((\w+)\)", lambda found: pet[found[1]], word) for word in container["command"]]
     assert checked(monkeypatch, command + job["spec"]["trainer"]["args"], **DATA) == (2, 1, "first-node-0-0.first", 29400)
-    assert "RUN_NAME" in {each["name"] for each in job["spec"]["trainer"]["env"]}
-
     claim, = {each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["volumes"]} - {None}
     assert claim == volume["metadata"]["name"]

@@ -47,14 +47,9 @@ if [ "$2" = venv ]; then
 fi
 exec "{python}" "$@"
 '''
-RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "sweep": "sweep.py", "decide": "decide.py", "pipeline": "pipeline.py",
-        "runs": "runs.py",
-        "report": "report.py", "eval": "evaluate.py", "chat": "chat.py", "serve": "chat.py --serve", "generate": "generate.py",
-        "import": "import_checkpoint.py", "verify": "verify_checkpoint.py", "doctor": "doctor.py", "replay": "replay_step.py",
-        "diff": "diff_runs.py", "at-step": "at_step.py", "without": "without.py",
-        "inspect": "inspect_data.py", "prepare text": "load_pretrain_dataset.py", "prepare chats": "load_instruct_dataset.py",
-        "prepare pairs": "load_dpo_dataset.py", "prepare prompts": "load_prompts_dataset.py", "prepare tokenizer": "train_tokenizer.py",
-        "prepare hellaswag": "load_hellaswag_dataset.py", "prepare sample": "make_sample.py",
+RUNS = {"train": "run.py", "check": "run.py --check", "runs": "runs.py", "report": "report.py", "chat": "chat.py", "serve": "chat.py --serve",
+        "prepare text": "load_pretrain_dataset.py", "prepare chats": "load_instruct_dataset.py", "prepare pairs": "load_dpo_dataset.py",
+        "prepare prompts": "load_prompts_dataset.py", "prepare tokenizer": "train_tokenizer.py", "prepare sample": "make_sample.py",
         "export --to merged": "merge_lora.py", "export --to gguf": "convert_to_gguf.py"}
 
 

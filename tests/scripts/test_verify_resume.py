@@ -1,76 +1,30 @@
 """scripts/verify_resume.py: it reports that everything is the same if it is, and finds what differs."""
 
-import contextlib
+import os
 import random
 import signal
 import sys
 from pathlib import Path
-from typing import Optional
 
 import pytest
-from factories import PATIENCE, Job, TinyRun, main_with, start
+from factories import TinyRun
 
 import train
-from checkpoint import store
-from learn import optim
 from run import build as run_build
 from run import run as run_module
 from scripts import verify_resume as script
 
 
-class Ranks(Job):
-    """Ranks that are forked in milliseconds, with the interface of the process that the script starts."""
-
-    @property
-    def returncode(self) -> Optional[int]:
-        codes = [process.exitcode for process in self.processes]
-        return None if None in codes else next((code for code in codes if code), 0)
-
-    def poll(self) -> Optional[int]:
-        if any(process.exitcode for process in self.processes):
-            self.kill()  # as a launcher would
-        return self.returncode
-
-    def wait(self, timeout: float = PATIENCE) -> int:
-        return next((code for code in super().wait(timeout) if code), 0)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    terminate = kill
-
-
 @pytest.fixture
-def plants(monkeypatch) -> list:
-    """The script starts ranks of ours; each rank calls the last of these first."""
-    plants = [None]
-
-    @contextlib.contextmanager
-    def started(run):
-        run.output.touch()
-        job = start(main_with, run.flags, plants[-1], world_size=run.ranks, folder=run.folder.parent / "outputs")
-        ranks = Ranks(job.processes, job.outputs)
-        try:
-            yield ranks
-        finally:
-            ranks.kill()
-            with open(run.output, "a") as output:
-                output.write(job.text())
-
-    monkeypatch.setattr(script, "started", started)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return plants
-
-
-@pytest.fixture
-def verify(plants, prepared, tmp_path, monkeypatch, capsys):
-    """Run the script on a tiny run; returns its exit code, its errors and output, and what is left in OUTPUT_DIR."""
+def verify(prepared, tmp_path, monkeypatch, capsys):
+    """Run the script on a tiny run; returns its exit code, its errors and output, and what is left in OUTPUT_DIR. Each run calls `plant` first."""
     def run(*flags: str, plant=None, **settings) -> tuple[int, str, list[Path]]:
         tiny = TinyRun(prepared, tmp_path / "runs", **settings)
         monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *tiny.argv()])
-        plants.append(plant)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        if plant:
+            (tmp_path / "sitecustomize.py").write_text(f"import test_verify_resume\ntest_verify_resume.{plant.__name__}()\n")
+            monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
         code = 0
         try:
             script.main()
@@ -100,17 +54,9 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
     assert text.splitlines()[-1] == "All runs are the same." and left == []
 
 
-def forget_optimizer() -> None:
-    optim.Optimizer.load_state_tensors = lambda self, tensors: None
-
-
 def shift_rows() -> None:
     original = run_module.load_steps
     run_module.load_steps = lambda rows, order, device, count, first, ahead: original(rows, order, device, count, first + (first > 0), ahead)
-
-
-def begin_anew() -> None:
-    store.newest_verified = lambda *_, **__: (None, [])
 
 
 def forget_progress() -> None:
@@ -128,14 +74,13 @@ def draw_random_numbers() -> None:
     train.learning_rate = lambda *_: 0.01 * (1 + random.SystemRandom().random() * 1e-4)
 
 
+SAME = "two uninterrupted runs are the same"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("plant", "differing", "words"), [
-    pytest.param(forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
-                 marks=pytest.mark.slow),
-    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
-                 marks=pytest.mark.slow),
-    pytest.param(begin_anew, {"resumed"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
-    pytest.param(forget_progress, {"metrics", "progress"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
-    pytest.param(draw_random_numbers, {"weights", "straight again"}, "two uninterrupted runs differ too", marks=pytest.mark.slow)])
+    (shift_rows, {"weights", "optimizer state", "losses and norms"}, SAME), (forget_progress, {"metrics", "progress"}, SAME),
+    (draw_random_numbers, {"weights", "straight again"}, "two uninterrupted runs differ too")])
 def test_state_that_is_not_restored_is_found(plant, differing, words, verify):
     code, text, left = verify("--steps", "12", plant=plant)
     lines = table(text)

@@ -97,10 +97,6 @@ def flip(name: str, position: int) -> Spoil:
     return edit(name, lambda content: content[:position] + bytes([content[position] ^ 8]) + content[position:][1:])
 
 
-def add(name: str, text: str) -> Spoil:
-    return edit(name, lambda content: content + text.encode())
-
-
 def json_of(name: str, change: Callable[[dict], object]) -> Spoil:
     """Change the object in a JSON file in place, or replace it by what `change` returns."""
     def spoil() -> None:
@@ -184,11 +180,6 @@ def second_line(record: object, good: object) -> Spoil:
     return put("in.jsonl", lines(good, record))
 
 
-def text_line(line: str | bytes) -> Spoil:
-    line = line if isinstance(line, bytes) else line.encode()
-    return put("in.jsonl", b'{"text": "first"}\n' + line + b'\n{"text": "last"}\n')
-
-
 class Case(NamedTuple):
     """A command in a spoilt folder, its exit code, and a pattern for its last line."""
 
@@ -255,10 +246,7 @@ SHARDS = group(
 
 RECORDS = group(
     "text", TEXT, 3,
-    torn=(text_line('{"text": "torn'), "in.jsonl:2: not valid JSON"), a_nan=(text_line('{"text": NaN}'), ":2: column 'text' is a number"),
-    ten_megabytes=(text_line(b'{"text": "' + b"x" * 10_000_000), ":2: not valid"),
-    empty=(put("in.jsonl"), "in.jsonl: no document is left"),
-    utf16=(put("in.jsonl", "{}\n".encode("utf-16")), "in.jsonl: it is UTF-16 text; .*iconv"),
+    ten_megabytes=(put("in.jsonl", '{"text": "first"}\n{"text": "' + "x" * 10_000_000), "in.jsonl:2: not valid JSON"),
     all_empty=(put("in.jsonl", lines({"text": ""}, {"text": " "})), "no document is left to train on: 2 empty;"),
     missing=(nothing, "in.jsonl: no such file"), pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: is not a plain file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
@@ -282,20 +270,15 @@ RECORDS = group(
 
 EXAMPLES = [
     Case(f"chat-{name}", CHATS, 3, second_line(record, chat("a?", "b")), f"in.jsonl:2: .*{words}") for name, record, words in (
-    ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"), ("nan", chat("a", float("nan")), "content is a number"),
-    ("surrogate", chat("a", "b\ud800"), "lone surrogate"), ("last", chat(*["x"] * 999), "ends in a user's message"),
+    ("last", chat(*["x"] * 999), "ends in a user's message"),
     ("columns", {f"k{number}": 1 for number in range(3000)}, r"is not a chat: it has 'k0'.* and 2,980 more, expected"),
     ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
     Case(f"pair-{name}", PAIRS, 3, second_line(record, PAIR), f"in.jsonl:2: .*{words}") for name, record, words in (
-        ("missing", {"prompt": "a"}, "has no chosen and no rejected"),
-        ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"),
-        ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no messages"),
-        ("three", {"prompt": "a", "completions": ["a", "b", "c"]}, "has no chosen"))] + group(
-    "chats", CHATS, 3, a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON"))
+        ("missing", {"prompt": "a"}, "has no chosen and no rejected"), ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"),
+        ("three", {"prompt": "a", "completions": ["a", "b", "c"]}, "has no chosen"))]
 
-ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record)), f"{file}:2: .*{words}")
-              for by, command, file in (("script", ITEMS, "in.jsonl"), ("train", TRAIN, "items.jsonl"))
-              for name, record, words in (("deep", DEEP, "JSON"), ("text", {**ITEM, "endings": "abcd"}, "'endings' must be"))] + group(
+ITEM_CASES = [Case(f"item-{by}", command, 3, put(file, lines(ITEM, DEEP)), f"{file}:2: .*JSON")
+              for by, command, file in (("script", ITEMS, "in.jsonl"), ("train", TRAIN, "items.jsonl"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl contains no items"),
     missing=(gone("items.jsonl"), "cannot be read"),
     gzip_cut=(all_of(put("i.jsonl.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.jsonl.gz")), "ended before"),
@@ -305,10 +288,8 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
 
 # What a setting may be, and what fits another, is tested in test_load.
 SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, changes, words in (
-    ("unknown", dict(FOO=1), r"\.env:\d+: unknown setting FOO"), ("type", dict(MAX_STEPS="five"), r"\.env:\d+: MAX_STEPS=five: expected"),
     ("ranks", dict(WORLD_SIZE=4), "no launcher started this process"), ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"),
-    ("kernel", dict(ATTENTION_BACKEND="flash"), "ATTENTION_BACKEND=flash"))] + group(
-    "env", TRAIN, 2, no_value=(add(".env", "DIM\n"), r"\.env:\d+: not of the form")) + commands(
+    ("kernel", dict(ATTENTION_BACKEND="flash"), "ATTENTION_BACKEND=flash"))] + commands(
     "flag", 2, endless=("train.py --" + LONG, r"unknown flag --a+\.\.\.")) + [
     Case(f"json-{name}", "train.py --config c.json", 2, put("c.json", content), words) for name, content, words in (
         ("nested", '{"a":{"b":{"seed":"x"}}}', "a.b.seed: SEED=x"),
@@ -337,10 +318,8 @@ TOKENIZERS = group(
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
         ("syntax", "{% if %}", "correct it"), ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
-    ("include", "{% include '/etc/passwd' %}", "no loader"),
-    ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
-    ("raise", "{{ raise_exception('no') }}", "rejects this chat"), ("empty", "", "no control token"),
-    ("undefined", "{{ nope.nope }}", "'nope' is undefined"))] + commands(
+    ("include", "{% include '/etc/passwd' %}", "no loader"), ("empty", "", "no control token"),
+    ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"), ("undefined", "{{ nope.nope }}", "'nope' is undefined"))] + commands(
     "learn", 3, missing=(f"{LEARN} --vocab-size 300 none.txt", "none.txt: no such"),
     column=(f"{LEARN} --vocab-size 257 y.jsonl", "y.jsonl:1: has no column .* and 58 more"),
     into_folder=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output set y.jsonl", "set cannot be written")) + commands(
@@ -351,9 +330,6 @@ OF_A_MODEL = (
     ("config_empty", put(CONFIG), "config.json cannot be read"),
     ("config_gpt2", json_of(CONFIG, lambda d: d.update(model_type="gpt2")), "'gpt2' model"),
     ("heads_null", json_of(CONFIG, lambda d: d.update(num_attention_heads=None)), "lacks num_attention_heads"),
-    ("rope_yarn", json_of(CONFIG, lambda d: d.update(rope_scaling={"rope_type": "yarn"})), "rope_type is 'default', and 'yarn' elsewhere"),
-    ("bias", json_of(CONFIG, lambda d: d.update(attention_bias=True)), "attention_bias=True"),
-    ("activation", json_of(CONFIG, lambda d: d.update(hidden_act="gelu")), "gelu"),
     ("layers_1", json_of(CONFIG, lambda d: d.update(num_hidden_layers=1)), "contain|N_LAYERS is 1"),
     ("kv_4", json_of(CONFIG, lambda d: d.update(num_key_value_heads=4)), "k_proj.weight is|N_KV_HEADS is 4"),
     ("head", json_of(CONFIG, lambda d: d.update(tie_word_embeddings=False)), "no lm_head.weight"),
