@@ -16,8 +16,8 @@ from starlette.routing import Route
 from extensions.serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 
-def model(name: str, chat: bool = True) -> dict:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "paddock", "chat": chat, "context_length": 2048,
+def model(name: str) -> dict:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "paddock", "chat": True, "context_length": 2048,
             "parameters": 134_515_008, "max_tokens": 2047, "prompts": [], "source": "runs/it's"}
 
 
@@ -32,7 +32,7 @@ class StubServer:
         self.models = [model("sft")]
         self.pieces: list[str] = ["Hello", ", ", "world"]
         self.hold_at: Optional[int] = None  # wait before this piece until it is None
-        self.drops = self.ends = self.breaks = False  # after the pieces: the connection or the stream ends, or there is an error event
+        self.drops = False  # the connection ends after the pieces
         self.refuses: Optional[int] = None  # the status of an error instead of an answer
         self.requests: list[dict] = []
 
@@ -43,43 +43,32 @@ class StubServer:
     def app(self) -> Starlette:
         return Starlette(routes=[
             Route("/", lambda request: HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})),
-            Route("/v1/models", self.list_models), Route("/v1/completions", self.answer, methods=["POST"]),
+            Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": self.models})),
             Route("/v1/chat/completions", self.answer, methods=["POST"])])
-
-    async def list_models(self, request: Request):
-        return JSONResponse({"object": "list", "data": self.models})
 
     async def answer(self, request: Request):
         body = await request.json()
-        self.requests.append({"path": request.url.path, **body})
+        self.requests.append(body)
         if self.refuses:
             error = {"message": f"refused with {self.refuses}", "type": "error", "param": None, "code": None}
             return JSONResponse({"error": error}, self.refuses)
-        return StreamingResponse(self.stream("messages" in body), media_type="text/event-stream")
+        return StreamingResponse(self.stream(), media_type="text/event-stream")
 
     async def held(self, index: int) -> None:
         while self.hold_at is not None and self.hold_at <= index:
             await asyncio.sleep(0.01)
 
-    async def stream(self, is_chat: bool):
+    async def stream(self):
         def event(**parts) -> str:
             return f"data: {json.dumps(parts)}\n\n"
 
-        yield event(choices=[{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}] if is_chat else [])
+        yield event(choices=[{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}])
         for index, piece in enumerate(self.pieces):
             await self.held(index)
-            said = {"delta": {"content": piece}} if is_chat else {"text": piece}
-            likely = [{"token": piece, "logprob": -0.5}, {"token": "Bye", "logprob": -2}]
-            logprobs = {"content": [{**likely[0], "top_logprobs": likely}]} if is_chat else None
-            yield event(choices=[{"index": 0, **said, "logprobs": logprobs, "finish_reason": None}])
+            yield event(choices=[{"index": 0, "delta": {"content": piece}, "finish_reason": None}])
         await self.held(len(self.pieces))
         if self.drops:
             raise ConnectionAbortedError
-        if self.ends:
-            return
-        if self.breaks:
-            yield event(error={"message": "the server is stopping", "type": "server_error"})
-            return
         yield event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
         count = len(self.pieces)
         yield event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count})

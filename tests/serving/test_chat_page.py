@@ -27,8 +27,10 @@ def test_the_policy_allows_this_script_and_style_and_nothing_else():
 
 
 class Chat:
+    """The page in a window of its own, and what it complained of and asked for."""
+
     def __init__(self, page, url: str):
-        self.page, self.own, self.heard = page, url, []
+        self.page, self.heard = page, []
         page.set_default_timeout(120_000)
         page.on("console", lambda message: self.heard.append(message.text))
         page.on("pageerror", lambda error: self.heard.append(str(error)))
@@ -42,22 +44,19 @@ class Chat:
         self.page.fill("#text", text)
         self.page.press("#text", "Enter")
 
-    def do(self, action: str, nth: int = 0) -> None:
-        if action == "answer":  # does nothing while one is written
-            self.finishes()
-        self.page.locator(f"[data-do={action}]").nth(nth).click()
+    def do(self, action: str) -> None:
+        self.finishes()  # while an answer is written, no other one is asked for
+        self.page.locator(f"[data-do={action}]").first.click()
 
     def sees(self, *texts: str, where: str = ".answer .text") -> None:
         elements = self.page.locator(where)
         wait_until(lambda: elements.all_text_contents() == [*texts], elements.all_text_contents, 10)
 
-    def reads(self, pattern: str, nth: int = -1) -> str:
-        """Wait until the line below an answer, counted from 1, matches; returns it."""
-        found = []
-        wait_until(lambda: found.append(["", *self.page.locator(".status").all_text_contents(), *[""] * max(0, nth)][nth])
-                   or re.search(pattern, found[-1]),
-                   lambda: f"{found[-1]!r} does not match {pattern!r}", 10)
-        return found[-1]
+    def reads(self, pattern: str) -> None:
+        """Wait until the line below the last answer matches."""
+        from playwright.sync_api import expect  # which not every machine has
+
+        expect(self.page.locator(".status").last).to_have_text(re.compile(pattern), timeout=10_000)
 
     def exported(self, action: str) -> list[dict]:
         with self.page.expect_download() as download:
@@ -67,11 +66,6 @@ class Chat:
 
     def toggle(self, place: str) -> None:
         self.page.locator(f"[aria-controls={place}]").click()
-
-    def set(self, name: str, value: str) -> None:
-        if self.page.locator("#panel").is_hidden():
-            self.toggle("panel")
-        self.page.fill(f"[name={name}]", value)
 
     def finishes(self) -> None:
         wait_until(lambda: self.page.evaluate("running.size") == 0)
@@ -94,20 +88,18 @@ def stub(server):
 
 @pytest.fixture
 def chat(browser, stub):
-    """Open the page in a window of its own; it fails at the end if the page asked elsewhere or complained."""
-    contexts, tabs = [], []
+    """Open the page; it fails at the end if the page asked elsewhere or complained."""
+    opened = []
 
-    def open_page(width: int = 1440, scheme: str = "light", beside=None, url: str = "") -> Chat:
-        if beside is None:
-            contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"))
-        tabs.append(Chat((beside.page.context if beside else contexts[-1]).new_page(), url or stub.url))
-        return tabs[-1]
+    def open_page(width: int = 1440, scheme: str = "light") -> Chat:
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce")
+        opened.append(Chat(page, stub.url))
+        return opened[-1]
 
     yield open_page
-    received = [each for tab in tabs for each in tab.heard]
-    for context in contexts:
-        context.close()
-    assert [each for each in received if not each.startswith((*(tab.own for tab in tabs), "data:", ERRORS))] == []
+    for page in opened:
+        page.close()
+        assert [each for each in page.heard if not each.startswith((stub.url, "data:", ERRORS))] == []
 
 
 @contextmanager
@@ -124,7 +116,8 @@ def messages(*texts: str) -> list[dict]:
 
 def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, stub):
     page = chat()
-    page.set("system", "Be kind.")
+    page.toggle("panel")
+    page.fill("[name=system]", "Be kind.")
     stub.pieces = ["Fine \ud83d"]
     page.say("Hi")
     page.reads("seed")
@@ -150,13 +143,9 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     assert chats_of("line 1", line)[0].messages == requests[:-1], "what follows a bad answer is not learned"
 
 
-LOST = "The connection was lost before the answer was complete."
-
-
 @pytest.mark.parametrize("faults, text, sentence", [
-    ({"drops": True}, "Hello, world", LOST), ({"ends": True}, "Hello, world", LOST), ({}, "Hello, ", LOST),
-    ({"breaks": True}, "Hello, world", "The server is stopping."), ({"refuses": 429}, "", "Refused with 429."),
-], ids=["dropped", "ended early", "the server crashes", "error event", "refused"])
+    ({"drops": True}, "Hello, world", "lost before the answer was complete"), ({}, "Hello, ", "lost before the answer was complete"),
+    ({"refuses": 429}, "", "^Refused with 429.$")], ids=["dropped", "the server crashes", "refused"])
 def test_a_failed_request_is_shown_once_and_can_be_retried(chat, stub, faults, text, sentence):
     page = chat()
     vars(stub).update(faults)
@@ -165,13 +154,13 @@ def test_a_failed_request_is_shown_once_and_can_be_retried(chat, stub, faults, t
         page.sees(text)
         if not faults:
             stub.crash()
-    assert page.reads("lost|stopping|Refused") == sentence
+    page.reads(sentence)
     page.sees(text)
     if not faults:
         page.do("answer")
-        assert page.reads("reached") == "The server cannot be reached. Is it still running?"
+        page.reads("^The server cannot be reached. Is it still running[?]$")
         stub.start()
-    vars(stub).update(drops=False, ends=False, breaks=False, refuses=None)
+    vars(stub).update(drops=False, refuses=None)
     assert page.inner_text("[data-do=answer]") == "Try again"
     page.do("answer")
     page.reads("3 tokens")

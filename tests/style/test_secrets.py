@@ -21,37 +21,17 @@ from config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_ENV_FILE, IN_ENVIRONMENT = "canary-5d1f0a77c2", "canary-90b3e64418"
-FAKE_WANDB = """
-import json, os
-def Settings(**settings): return settings
-class Run:
-    def log(self, values, step): pass
-    def finish(self): pass
-def init(**arguments):
-    assert os.environ["WANDB_API_KEY"].startswith("canary") and os.environ["HF_TOKEN"].startswith("canary")
-    with open(os.path.join(arguments["dir"], "wandb.txt"), "w") as file:
-        file.write(repr(arguments))
-    return Run()
-"""
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A working folder with one secret in .env, another in the environment, and both trackers enabled."""
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the stub compiled would contain the secrets
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.syspath_prepend(tmp_path / "fake")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}{os.pathsep}{os.environ['PYTHONPATH']}")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    """A working folder with one secret in .env, and another in the environment."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".env").write_text(f"HF_TOKEN={IN_ENV_FILE}\nWANDB_ENABLED=true\nTENSORBOARD_ENABLED=true\n")
+    (tmp_path / ".env").write_text(f"HF_TOKEN={IN_ENV_FILE}\nTENSORBOARD_ENABLED=true\n")
     monkeypatch.setenv("WANDB_API_KEY", IN_ENVIRONMENT)
     monkeypatch.setenv("HF_TOKEN", "")  # so that monkeypatch undoes the export
     monkeypatch.delenv("HF_TOKEN")
-    yield tmp_path
-    sys.modules.pop("wandb", None)
+    return tmp_path
 
 
 def run_script(name: str, *argv, monkeypatch) -> int:
@@ -92,7 +72,7 @@ def test_no_secret_reaches_a_file_or_a_stream_of_any_command(place, prepared, mo
     assert run.train(CHECK="true") == 0
     assert run.train() == 0 and run.train(MAX_STEPS=4) == 0, capfd.readouterr().err
     assert os.environ["HF_TOKEN"] == IN_ENV_FILE
-    assert (run.folder / "wandb.txt").exists() and list(run.folder.glob("tensorboard/*"))
+    assert list(run.folder.glob("tensorboard/*"))
     lora = TinyRun(prepared, place / "runs", RUN_NAME="adapted", PRETRAIN_CHECKPOINT=run.checkpoint(4), LORA_ENABLED="true",
                    MAX_STEPS=1)
     assert lora.train() == 0, capfd.readouterr().err
@@ -203,9 +183,8 @@ def dump() -> None:
 
 @pytest.mark.parametrize(("plant", "code", "words"), [(crash, 1, "ZeroDivisionError"), (dump, 4, "NON-FINITE in step 5")])
 def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
-    run = TinyRun(prepared, place / "runs", WANDB_ENABLED="true", ENV_FILE=place / ".env")
-    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT, **{
-        name: os.environ[name] for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}})
+    run = TinyRun(prepared, place / "runs", ENV_FILE=place / ".env")
+    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT})
     assert job.wait() == [code] and words in job.text(), job.text()
     assert (run.folder / "debug").exists() == (plant is dump)
     assert_no_canary(place, job.text())

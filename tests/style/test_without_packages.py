@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,53 +35,21 @@ def machine() -> Callable[..., str]:
     return run
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> Path:
-    """A folder with a text, chats and pairs."""
-    folder, chat = tmp_path_factory.mktemp("sources"), {"role": "user", "content": "cat?"}
-    answers = [[chat, {"role": "assistant", "content": word}] for word in ("hen", "ox")]
-    (folder / "text.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 100)
-    (folder / "chats.jsonl").write_text((json.dumps({"messages": answers[0]}) + "\n") * 200)
-    (folder / "pairs.jsonl").write_text((json.dumps({"chosen": answers[0], "rejected": answers[1]}) + "\n") * 200)
-    return folder
+def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(machine, tmp_path):
+    tokenizer, text = tmp_path / "tokenizer.model", tmp_path / "text.txt"
+    text.write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 100)
+    machine("scripts/train_tokenizer.py", text, "--vocab-size", 256, "--output", tokenizer)
+    output = machine("scripts/load_pretrain_dataset.py", "--source", text, "--documents", "blank", "--output", tmp_path / "data",
+                     "--tokenizer-path", tokenizer, "--validation-fraction", 0.1)
+    settings = {**TINY, **UNMEASURED, "TOKENIZER_PATH": tokenizer, "OUTPUT_DIR": tmp_path, "MAX_SEQ_LEN": 64, "TOTAL_BATCH_SIZE": 512,
+                "SAMPLE_EVERY": 2} | dict([re.search(r"^(\w+_PATH)=(.+)$", output, re.MULTILINE).groups()])
+    machine("train.py", *argv_of({**settings, "MAX_STEPS": 2}))
+    assert "resuming after step 2" in machine("train.py", *argv_of({**settings, "MAX_STEPS": 3}))
+    checkpoint = tmp_path / settings["RUN_NAME"] / "checkpoints" / "step-00000003"
+    assert "The cat" in machine("scripts/generate.py", checkpoint, "--prompt", "The cat", "--max-new-tokens", 4)
 
 
-class Project:
-    """A user's project on that machine: a tokenizer, prepared data and a first run."""
-
-    def __init__(self, machine, sources: Path, folder: Path):
-        self.machine, self.sources, self.folder = machine, sources, folder
-        machine("scripts/train_tokenizer.py", sources / "text.txt", "--vocab-size", 256, "--output", folder / "tokenizer.model")
-        self.settings = {**TINY, **UNMEASURED, "TOKENIZER_PATH": folder / "tokenizer.model", "OUTPUT_DIR": folder, "MAX_STEPS": 2,
-                         "MAX_SEQ_LEN": 64, "TOTAL_BATCH_SIZE": 512, "SAMPLE_EVERY": 2}
-        self.prepare("pretrain", "text.txt", "--documents", "blank")
-        self.train("first")
-
-    def prepare(self, script: str, file: str, *flags: str) -> None:
-        output = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
-                            "--output", self.folder / script, "--tokenizer-path", self.settings["TOKENIZER_PATH"],
-                            "--validation-fraction", 0.1)
-        self.settings |= [re.search(r"^(\w+_PATH)=(.+)$", output, re.MULTILINE).groups()]
-
-    def train(self, name: str, **changes) -> str:
-        return self.machine("train.py", *argv_of({**self.settings, "RUN_NAME": name, **changes}))
-
-    def checkpoint(self, name: str, step: int) -> Path:
-        return self.folder / name / "checkpoints" / f"step-{step:08d}"
-
-
-@pytest.fixture
-def project(machine, sources, tmp_path) -> Project:
-    return Project(machine, sources, tmp_path)
-
-
-def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(project):
-    assert "resuming after step 2" in project.train("first", MAX_STEPS=3)
-    assert "The cat" in project.machine("scripts/generate.py", project.checkpoint("first", 3), "--prompt", "The cat",
-                                        "--max-new-tokens", 4)
-
-
-def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, sources, prepared, tmp_path):
+def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, prepared, tmp_path):
     prepare = ("scripts/load_pretrain_dataset.py", "--tokenizer-path", prepared.tokenizer, "--output", tmp_path, "--source")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     assert re.search("pip install .*datasets", machine(*prepare, tmp_path / "rows.parquet", code=2))
