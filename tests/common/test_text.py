@@ -4,17 +4,14 @@ import sys
 
 import pytest
 
-from checkpoint import model_json, store
+from checkpoint import model_json
 from checkpoint.tensors import open_tensors
 from common.command_line import CommandParser
 from common.errors import PaddockError
 from common.files import plain
 from common.text import duration, show_part, wrapped
-from data_pipeline.mixture import read_mix
-from data_pipeline.shards import TokenizerInfo, open_token_set, read_data_manifest
-from extensions.inference.text import read_prompts
+from data_pipeline.shards import TokenizerInfo, open_token_set
 from hellaswag_utils import read_items
-from plan.layers import read_config_file, read_env_file
 from tokenizer import load_tokenizer
 
 
@@ -45,35 +42,18 @@ def test_words_and_commands_stay_whole_on_a_narrow_terminal(line, lines):
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
+READERS = {"any.bin": lambda path: open(path, "rb", opener=plain), "config.json": model_json.read_model_json,
+           "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "model.safetensors": open_tensors,
+           "train_000.bin": lambda path: open_token_set(path, "train", TokenizerInfo(5))}
 
 
-def problems(read):
-    def call(path):
-        if found := read(path).problems:
-            raise PaddockError(*found)
-
-    return call
-
-
-# How files are read, and a name for each.
-READERS = {
-    "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_config_file),
-    "config.json": model_json.read_model_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
-    "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "mix.json": read_mix,
-    "manifest.json": lambda path: read_data_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),
-    "trainer_state.json": lambda path: store.read_state(path.parent)}
-
-
-@pytest.mark.parametrize("name", [*READERS, "model.safetensors", "train_000.bin"])
+@pytest.mark.parametrize("name", READERS)
 def test_a_git_lfs_pointer_is_an_error_that_advises_git_lfs_pull(name, tmp_path):
     folder = tmp_path / "a clone"
     folder.mkdir()
     (folder / name).write_bytes(POINTER)
-    read = READERS.get(name, open_tensors)
-    if name == "train_000.bin":
-        read = lambda path: open_token_set(path, "train", TokenizerInfo(5))  # noqa: E731
     with pytest.raises((PaddockError, OSError)) as raised:
-        read(folder / name)
+        READERS[name](folder / name)
     text = str(raised.value)
     assert "it is a git-lfs pointer" in text and f"run git lfs pull in {folder}" in text
     assert "permissions" not in text, "what does not help is not advised"

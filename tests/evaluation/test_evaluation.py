@@ -84,24 +84,6 @@ def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measure
     assert evaluate.samples(model, tokenizer, greedy, 10) == evaluate.samples(model, tokenizer, greedy, 20)
 
 
-def test_what_is_measured_of_each_row_depends_on_no_batch_and_no_rank(measured):
-    model, tokenizer, rows = measured
-
-    def by_row(micro_batch_size: int, world_size: int) -> dict[str, np.ndarray]:
-        parts = [validation_loss(model, NextToken(), validation_batches(rows, ROWS, micro_batch_size, torch.device("cpu"), rank, world_size),
-                                 RunContext(Ranks(), StopSignals(), None), tokenizer.byte_lengths)[2]
-                 for rank in range(world_size) if rank * -(-ROWS // (micro_batch_size * world_size)) * micro_batch_size < ROWS]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    expected = by_row(1, 1)
-    assert len(expected["loss"]) == ROWS
-    for size, ranks_ in ((8, 1), (1, 2), (2, 3)):
-        found = by_row(size, ranks_)
-        assert found["count"].tolist() == expected["count"].tolist()
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
-        assert ratio_error(found["loss"], found["count"]) == pytest.approx(ratio_error(expected["loss"], expected["count"]), rel=1e-4)
-
-
 def test_the_error_of_a_ratio_is_cochrans():
     """By his formula of variances and covariance; of equal blocks it is that of their mean."""
     rng = np.random.default_rng(0)

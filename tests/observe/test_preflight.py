@@ -2,11 +2,9 @@ import re
 import shutil
 
 import pytest
-import torch
 from factories import UNMEASURED, TinyRun, flip_bit
 from safetensors.torch import load_file
 
-import model
 import train
 from common.errors import SettingsError
 from extensions import cost
@@ -51,21 +49,6 @@ def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, 
     assert checked.lines[0][2] == f"{len(make_plan(run.argv(), {}).sources)} set, all valid", "--check is none of them"
     assert checked.marks() == dict.fromkeys(NAMES, "ok")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_that_could_not_be_saved_fails(prepared, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(model.Attention, "__init__", lambda self, config, before=model.Attention.__init__: (
-        before(self, config), self.register_module("q_norm", model.RMSNorm(config.head_dim, config.norm_eps)))[0])
-    checked = Checked(TinyRun(prepared, tmp_path), capsys)
-    assert checked.code == 5 and "layers.0.attention.q_norm.weight" in checked.text("FAIL")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"DEVICE": "auto", "PRECISION": "fp16"}])
-def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tmp_path, capsys):
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
-    assert checked.code == 2 and checked.marks()["hardware"] == "FAIL"
-    assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
 
 
 def test_bad_data_exits_with_3_and_the_other_checks_still_run(prepared, tmp_path, capsys):

@@ -32,11 +32,9 @@ def test_the_t_test_is_the_usual_one_and_weights_count_as_copies():
     assert weighted.difference == pytest.approx(np.average(b - a, weights=np.arange(1, 25)))
 
 
-@pytest.mark.parametrize("shift, p", [(0.0, 1.0), (0.5, 0.0)])
-def test_a_constant_difference_is_no_division_by_zero(shift, p):
+def test_a_constant_difference_is_no_division_by_zero():
     a = np.array([1.0, 2.0, 4.0])
-    assert compare_items(a, a + shift).p == p
-    assert compare_items(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
+    assert [compare_items(a, a + shift).p for shift in (0.0, 0.5)] == [1, 0] and compare_items(a[:1], a[:1] + 0.5).p == 1
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

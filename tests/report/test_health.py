@@ -22,15 +22,11 @@ def curves(**values: list[float]) -> dict[str, Curve]:
 
 @pytest.mark.parametrize("losses, state, kinds, verdicts", [
     ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.590 → 0.770 (unpaired).")]),
-    ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.590 → 0.770 (unpaired).")]),
-    ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.590 → 7.580 (unpaired).")]),
     ([7.59, 7.56], "finished", (), [(False, "Did not learn: validation loss 7.590 → 7.560 (unpaired).")]),  # two errors are 0.04
     ([7.59, 7.54], "finished", (), [(True, "Learned: validation loss 7.590 → 7.540 (unpaired).")]),
     ([7.59, 9.0], "running", (), [(False, "Getting worse: validation loss 7.590 → 9.000 (unpaired).")]),
     ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.590 → 9.000 (unpaired).")]),
-    ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.590 → 7.580 (unpaired).")]),
     ([7.59, 7.15, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.590 → not finite.")]),
-    ([7.59, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.590 → not finite.")]),
     ([7.59, 7.15], "failed", ("step not finite",), [(False, "Diverged: validation loss 7.590 → 7.150 (unpaired), until a step was NaN or infinite.")]),
     ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.000 → 7.150 (unpaired).")]),
     ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.590 → 0.900 (unpaired)."),
@@ -115,9 +111,7 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
     assert alarms_and_downtime("finished", Counter(), []) == (True, "Healthy: no alarms, no interruptions.")
-    downtime = [{"downtime_seconds": 50.0, "reason": "killed"}, {"downtime_seconds": 0.0, "reason": "killed"}]
-    assert alarms_and_downtime("running", Counter({"loss spike": 2}), downtime) == (False, "Alarms: 2 × loss spike; 2 interruptions (50 s downtime).")
-    downtime[1]["reason"] = f"killed ({RESTARTED})"
-    assert alarms_and_downtime("finished", Counter(), downtime)[1].endswith("2 interruptions (50 s downtime, 1 restarted by the launcher).")
-    assert alarms_and_downtime("finished", Counter(), downtime[:1]) == (True, "Healthy: no alarms, 1 interruption (50 s downtime).")
+    downtime = [{"downtime_seconds": 50.0, "reason": "killed"}, {"downtime_seconds": 0.0, "reason": f"killed ({RESTARTED})"}]
+    assert alarms_and_downtime("running", Counter({"loss spike": 2}), downtime) == (
+        False, "Alarms: 2 × loss spike; 2 interruptions (50 s downtime, 1 restarted by the launcher).")
     assert alarms_and_downtime("failed", Counter(), []) == (False, "Failed. No alarms; no interruptions.")

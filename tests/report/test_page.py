@@ -106,16 +106,6 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-# The connection of a live page, which the tests speak through: fake.emit("data", {...}).
-FAKE_EVENTS = """
-window.EventSource = class extends EventTarget {
-  static CLOSED = 2;
-  constructor(url) { super(); this.readyState = 1; window.fake = this; window.connections = (window.connections || 0) + 1; }
-  emit(name, data) { this.dispatchEvent(new MessageEvent(name, {data: JSON.stringify(data)})); }
-};
-"""
-
-
 @pytest.fixture(scope="module")
 def tab(browser):
     """A page with a list of what it complained of and asked for; one for all tests, which saves seconds."""
@@ -124,7 +114,6 @@ def tab(browser):
     page.on("console", lambda message: page.heard.append(message.text))
     page.on("pageerror", lambda error: page.heard.append(str(error)))
     page.on("request", lambda request: page.heard.append(request.url))
-    page.add_init_script(FAKE_EVENTS)
     return page
 
 
@@ -133,9 +122,9 @@ def show(tab, tmp_path):
     """Open the page of a report; it fails at the end if the page asked for something or complained."""
     tab.heard.clear()
 
-    def open_page(data: dict, width: int = 1440, live: bool = False, scheme: str = "light"):
+    def open_page(data: dict, width: int = 1440, scheme: str = "light"):
         path = tmp_path / "report.html"
-        path.write_text(render(data, live), encoding="utf-8")
+        path.write_text(render(data), encoding="utf-8")
         tab.set_viewport_size({"width": width, "height": 900})
         tab.emulate_media(color_scheme=scheme)
         tab.goto(path.as_uri())

@@ -1,11 +1,10 @@
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from commands import python
-from factories import by_transformers, tiny_model_folder
+from factories import tiny_model_folder
 
 from extensions.inference import weights
 from extensions.inference.engine import Sampling
@@ -39,17 +38,6 @@ def test_the_command_prints_prompt_and_continuation(folder):
     done = python(SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8", "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
     assert done.returncode == 0 and done.stdout == whole + "\n", done.stderr
-
-
-def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path):
-    shutil.copytree(folder, tmp_path / "folder")
-    (tmp_path / "folder" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}")
-    for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = texts_of(script.answers(TextGenerator(*load(tmp_path / "folder"), 24), [turn], system))
-        assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 
 def called(monkeypatch, capsys, *arguments) -> str:

@@ -11,7 +11,6 @@ from factories import TinyRun
 
 import train
 from run import build as run_build
-from run import run as run_module
 from scripts import verify_resume as script
 
 
@@ -55,8 +54,8 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
 
 
 def shift_rows() -> None:
-    original = run_module.load_steps
-    run_module.load_steps = lambda rows, order, device, count, first, ahead: original(rows, order, device, count, first + (first > 0), ahead)
+    original = train.load_steps
+    train.load_steps = lambda rows, order, device, count, first, **ahead: original(rows, order, device, count, first + (first > 0), **ahead)
 
 
 def forget_progress() -> None:

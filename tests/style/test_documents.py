@@ -1,19 +1,16 @@
-"""Commands and settings that the README and the documents name exist, and pages stay short. `mkdocs build --strict` checks that each is in the site."""
+"""Commands that the documents name exist, and pages stay short. `mkdocs build --strict` checks that each is in the site."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from plan.command_line import describe_settings
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "scripts/gpu/README.md"])
-PROSE = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # these two name what was there
-names = pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@names
+# Two pages name what was there.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")], ids=lambda page: page.name)
 def test_every_command_exists(page):
     text = page.read_text(encoding="utf-8")
     for script in re.findall(r"(?:python|bash|sbatch.*|-f|launch.*) (scripts/[\w/]+\.(?:py|sh|yaml))", text):
@@ -23,19 +20,6 @@ def test_every_command_exists(page):
     assert "train" in commands
     found = set(re.findall(r"\./paddock ([a-z]\S*)", text))
     assert {re.sub(r"\W+$", "", name) for name in found} <= commands
-
-
-@names
-def test_every_setting_in_an_example_exists(page):
-    """`NAME=value` lines of .env, and the flags of training commands."""
-    text = page.read_text(encoding="utf-8")
-    added = re.findall(r"^\+    (\w+): .* = (?:safe|curve|fixed)\(", text, re.MULTILINE)  # by a recipe
-    known = {line.name for line in describe_settings()} | {name.upper() for name in added}
-    for block in re.findall(r"^```ini\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        assert set(re.findall(r"^([A-Z][A-Z_]+)=", block, re.MULTILINE)) <= known, block
-    for flags in re.findall(r"\./paddock (?:train|check)\b([^#`\n]*)", text):
-        flags = re.findall(r"--([a-z][a-z-]*)", flags)
-        assert {flag.upper().replace("-", "_") for flag in flags} - {"GPUS", "CHECK", "CONFIG"} <= known, flags
 
 
 # Words of a page without its commands and generated tables: those of one that a reader takes in at once.

@@ -47,12 +47,10 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     import torch
     import transformers
     from factories import UNMEASURED, Prepared, TinyRun
-    from memory_trace import trace
 
     from checkpoint.huggingface import load_model_weights
     from checkpoint.model_json import read_model_config
-    from config import Config
-    from extensions.cost import estimate_memory, parameter_count
+    from extensions.cost import parameter_count
     from extensions.inference.weights import model_from_tensors
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED).trained()
@@ -67,10 +65,20 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
         ours_BTV = model(tokens_BT, mode="hidden") @ model.head_matrix.weight[:vocab_size].T
         torch.testing.assert_close(ours_BTV, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-5)
 
-    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa",
-                    mlp_bias=True)
-    forecast = estimate_memory(config, 1000, 2, "cpu").total
-    assert forecast == pytest.approx(trace(config, 1000, torch.bfloat16).peak, rel=0.01)
+    assert_forecast(mlp_bias=True)
+
+
+def assert_forecast(**settings) -> None:
+    """torch allocates what the forecast says."""
+    import torch
+    from memory_trace import trace
+
+    from config import Config
+    from extensions.cost import estimate_memory
+
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa", **settings)
+    forecast, traced = estimate_memory(config, 1000, 2, "cpu"), trace(config, 1000, torch.bfloat16)
+    assert forecast.optimizer == pytest.approx(traced.optimizer, rel=0.01) and forecast.total == pytest.approx(traced.peak, rel=0.05)
 
 
 def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
@@ -78,10 +86,8 @@ def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     import bitsandbytes
     import torch
     from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, new_model, stop_at
-    from memory_trace import trace
 
     from config import Config
-    from extensions.cost import estimate_memory
     from learn.optim import Optimizer
 
     config = Config(dim=32, n_layers=2, n_heads=4, optimizer="lion", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99)
@@ -109,10 +115,7 @@ def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     assert_same_run(whole, cut, 6)
     assert whole.column("train_loss")[6] < whole.column("train_loss")[1] - 0.2
 
-    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa",
-                    optimizer="lion")
-    forecast, traced = estimate_memory(config, 1000, 2, "cpu"), trace(config, 1000, torch.bfloat16)
-    assert forecast.optimizer == pytest.approx(traced.optimizer, rel=0.01) and forecast.total == pytest.approx(traced.peak, rel=0.05)
+    assert_forecast(optimizer="lion")
 
 
 def prove_number(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:

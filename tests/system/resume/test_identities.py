@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, assert_same_run, is_rank
+from factories import UNMEASURED, TinyRun, is_rank
 from safetensors.torch import load_file
 
 from checkpoint import store
@@ -141,20 +141,6 @@ def test_the_first_layers_of_a_model_are_a_model(stages, tmp_path, capsys):
     assert sft.train(N_LAYERS=1) == 0
     dpo = stages.run("dpo-stored", tmp_path, **QUIET | {"MAX_STEPS": 1}, RUN_NAME="dpo", N_LAYERS=1, RANDOM_INIT="false").trained()
     assert dpo.column("reward_margin")[1] == pytest.approx(0, abs=1e-5), "the cut model is the reference"
-
-
-def other_settings() -> None:
-    """Rank 1 finds other settings in its environment than rank 0."""
-    if is_rank(1):
-        os.environ |= {"SEED": "7", "MAX_STEPS": "1", "LEARNING_RATE": "1", "SAVE_EVERY": "1", "VALIDATE_EVERY": "1", "PRECISION": "bf16"}
-
-
-def test_ranks_get_the_plan_of_rank_0_and_read_no_settings(prepared, tmp_path):
-    settings = {**UNMEASURED, "MAX_STEPS": 3}
-    run, other = (TinyRun(prepared, tmp_path / name, **settings) for name in ("same", "other"))
-    run.ends([0, 0])
-    other.ends([0, 0], other_settings)
-    assert_same_run(run, other, 3)
 
 
 def other_data() -> None:
