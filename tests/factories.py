@@ -21,7 +21,6 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
-import pytest
 import torch
 
 import train
@@ -485,24 +484,6 @@ def save_adapter_folder(folder: Path, adapter: peft.Adapter, model_config: Model
     peft.save_settings(folder, adapter, model_config, tokenizer)
     tensors = peft.to_peft(adapter.state, model_config, tokenizer.vocab_size)
     write_files(folder, {peft.WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)})
-
-
-def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, adapter: Optional[Path] = None) -> str:
-    """The greedy continuation of a text, or the answer to messages, which ends where the folder's own generation_config says."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    if adapter:
-        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter)
-    if isinstance(asked, str):
-        ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(asked)]])
-        stops = [tokenizer.eos_id, tokenizer.document_start_id]
-    else:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        ids = theirs.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
-        stops = model.generation_config.eos_token_id
-    written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-                             eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
-    return tokenizer.decode(written[:-1] if written[-1] in stops else written)
 
 
 def is_rank(rank: int) -> bool:

@@ -6,20 +6,11 @@ GIB = 2**30
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """As pynvml's, like the classes below."""
 
 
-class NVMLError_NotSupported(NVMLError):  # noqa: N801
-    """As pynvml's."""
-
-
-class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801
-    """As pynvml's."""
-
-
-class NVMLError_NotFound(NVMLError):  # noqa: N801
-    """As pynvml's."""
-
+NVMLError_NotSupported, NVMLError_FunctionNotFound, NVMLError_NotFound = (
+    type(f"NVMLError_{name}", (NVMLError,), {}) for name in ("NotSupported", "FunctionNotFound", "NotFound"))
 
 # What nvidia-smi shows of a machine: processes, GiB in use, percent, partitioned.
 MACHINE = [(0, 1, 0, False), (2, 1, 0, False), (0, 1, 3, False), (0, 70, 0, False), (0, 1, 55, False), (0, 1, 0, True)]

@@ -67,14 +67,11 @@ def fake_run(folder, loss, reason="finished", settings=(), rows="same", data="on
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
     """Compare arms whose runs exist: losses by arm and seed, where text is the reason of a failure."""
-    class FakeTrial(decide.Trial):
-        pass
-
     flags_of = {}
 
     def make_trial(folder, flags, chosen):
         flags_of[folder.name] = flags
-        return FakeTrial(folder, flags)
+        return decide.Trial(folder, flags)
 
     def compare(losses, error=0.05, margin=0.0, pairs=20, judge=None, pilots=None, **kinds):
         folder = tmp_path / "runs" / "x"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import ROOT
-from factories import write_jsonl
+from factories import model_without_weights, write_jsonl
 
 from common.errors import PaddockError
 from data_pipeline.shards import read_data_manifest
@@ -135,6 +135,7 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     for named in (["--dataset_name", "a/b"], ["--model_size", "7B"]):
         assert project.script.with_sample(named, False) == named, "data, or a preset, under another trainer's name"
     assert project.script.with_sample(["--preset", "sample-sft"], False)[-1] == "sample,sample-sft", "its data is the sample's"
+    model_without_weights(Path("base"))
     plan = ["--preset", "sft-1b", "--pretrain-checkpoint", "base", "--check", "--device-memory", "80"]
     assert project.script.with_sample(plan, False) == plan, "the preset names its own data"
     assert project.command(*plan) == ["train.py", *plan], "a plan downloads no data"

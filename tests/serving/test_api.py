@@ -202,12 +202,10 @@ REFUSED = [
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", r"messages\[0\] has the role 'robot'; known are system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
      "messages", r"messages\[0\].content\[0\] is not text, its type is 'image_url'"),
-    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
-    ({"n": 9}, 400, "prompt", "at most 8"),
+    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"), ({"n": 9}, 400, "prompt", "at most 8"),
     *(({field: wanted}, 400, field, f"{field} is not supported; leave it out, or serve the model with vLLM, which has it$")
       for field, wanted in (("tools", [TOOL]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}))),
-    ({"stop": list("abcde")}, 400, "stop", "at most 4"),
-    ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
+    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
     ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages",
      rf"messages: the prompt has 20\d\d tokens; the context has room for {CONTEXT}, including at least one for the answer")]
 

@@ -43,8 +43,6 @@ INTENDED: list[tuple[str, str]] = [
     (r": samples.jsonl", "before the first step, the base answers; three prompts are answered instead of two")]
 # Names of settings and state that the reference does not record, or with another default.
 NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH", "memory_forecast_gib", "DROPOUT", "LEARNING_RATE_FACTORS"]
-# Settings that only the reference records.
-GONE_SETTINGS: list[str] = []
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak_memory_bytes|[mh]fu|power_.*|"
@@ -443,7 +441,7 @@ def in_one_order(fact: str, value: Any) -> Any:
         return value
     content = json.loads(value)
     settings = content.get("settings", content)
-    known = {name: settings[name] for name in sorted(settings) if name not in NEW_SETTINGS + GONE_SETTINGS}
+    known = {name: settings[name] for name in sorted(settings) if name not in NEW_SETTINGS}
     return json.dumps(content | {"settings": known} if "settings" in content else known)
 
 

@@ -18,6 +18,7 @@ from factories import (
     TinyRun,
     assert_same_run,
     is_rank,
+    prepare_stages,
     stop_at,
     without_clocks,
 )
@@ -27,6 +28,12 @@ from safetensors.torch import load_file, save_file
 import train
 from data_pipeline import shards
 from learn import reference_cache as precompute
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory):
+    """References that other tests have stored are not here."""
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.fixture(scope="module")
