@@ -1,3 +1,8 @@
+"""Rows: their order, their documents, how examples are packed, and the thread that reads ahead."""
+
+import hashlib
+import json
+import os
 import threading
 import time
 import tracemalloc
@@ -9,8 +14,27 @@ from factories import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.shards import HEADER_BYTES, Shard, TokenizerInfo, TokenSet, header_bytes, open_token_set
-from dataloaders import Batch, Mixing, RowOrder, TokenRows, load_steps, permute, validation_batches
+from common.errors import DataError
+from data_pipeline.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    Shard,
+    TokenizerInfo,
+    TokenSet,
+    header_bytes,
+    open_token_set,
+)
+from dataloaders import (
+    Batch,
+    ExampleRows,
+    Mixing,
+    RowOrder,
+    TokenRows,
+    load_steps,
+    open_example_set,
+    permute,
+    validation_batches,
+)
 from extensions.preparation import rows_in
 from model_kernels.head import IGNORE_INDEX
 
@@ -179,3 +203,175 @@ def test_batches_arrive_on_the_gpu():
             assert all(batch.document_ids_BT.is_pinned() for batch in batches), "they stay on the CPU"
             assert [batch.tokens_BT[:, 0].tolist() for batch in batches] == ORDER.micro_batches(step).tolist()
     assert identity_rows(np.arange(3)).pin_memory().targets_BT.is_pinned()
+
+
+VOCABULARY = 100
+PROMPT, WORDS = False, True  # whether a part of an example is a target
+
+
+def write_stream(folder, name, values, dtype, cuts):
+    entries = []
+    for number, part in enumerate(np.split(np.asarray(values, dtype), cuts)):
+        path = folder / f"{name}-{number:05d}.bin"
+        path.write_bytes(header_bytes(len(part), dtype) + part.tobytes())
+        entries.append({"file": path.name, "tokens": len(part), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    return {"tokens": len(values), "shards": entries}
+
+
+def write(folder, kind, examples, cuts=((), ())):
+    """Write a prepared folder with a train split, from examples that are lists of (target, ids)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = [token for example in examples for _, part in example for token in part]
+    segments = [len(part) << 2 | (number == len(example)) << 1 | target
+                for example in examples for number, (target, part) in enumerate(example, 1)]
+    split = write_stream(folder, "train", ids, "uint16", cuts[0]) | {"documents": len(examples)}
+    split["segments"] = write_stream(folder, "train-segments", segments, "uint32", cuts[1])
+    manifest = {"format": 1, "kind": kind, "dtype": "uint16", "vocab_size": VOCABULARY, "tokenizer_sha256": "abc",
+                "document_start_id": 0, "splits": {"train": split}}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def opened(folder, kind, verify="auto", **changes):
+    tokenizer = TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": "abc"} | changes)
+    return open_example_set(folder, "train", kind, tokenizer, verify)
+
+
+def draw_ids(rng, least, most):
+    return rng.integers(1, VOCABULARY, rng.integers(least, most + 1)).tolist()
+
+
+def draw_chats(count, seed=0, most=6):
+    """Return chats of one to three turns; the first token is the chat's number modulo the vocabulary."""
+    rng = np.random.default_rng(seed)
+    chats = []
+    for number in range(count):
+        chat = [part for _ in range(rng.integers(1, 4)) for part in
+                ((PROMPT, draw_ids(rng, 2, most)), (WORDS, draw_ids(rng, 1, most)))]
+        chat[0][1][0] = number % VOCABULARY
+        chats.append(chat + [(PROMPT, draw_ids(rng, 1, 2))] * int(rng.integers(0, 2)))
+    return chats
+
+
+def draw_pairs(count, seed=0, most=6):
+    rng = np.random.default_rng(seed)
+    return [[(PROMPT, draw_ids(rng, 2, most)), (WORDS, draw_ids(rng, 1, most)), (WORDS, draw_ids(rng, 1, most))]
+            for _ in range(count)]
+
+
+def sequences_of(kind, example, row_tokens):
+    if kind == "chats":
+        told = [example]
+    else:
+        prompt, chosen, rejected = example
+        told = [[prompt, chosen], [prompt, rejected]]
+    for parts in told:
+        tokens = [(token, target) for target, ids in parts for token in ids]
+        yield [(token, following if target else IGNORE_INDEX)
+               for (token, _), (following, target) in zip(tokens, tokens[1:])][:row_tokens]
+
+
+DRAW = {"chats": draw_chats, "pairs": draw_pairs}
+
+
+@pytest.mark.parametrize("kind", DRAW)
+@settings(max_examples=30)
+@given(count=st.integers(1, 40), seed=st.integers(0, 1000), row_tokens=st.integers(36, 64), cut=st.integers(1, 2))
+def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_factory, count, seed, row_tokens, cut):
+    examples = DRAW[kind](count, seed)
+    folder = write(tmp_path_factory.mktemp("set"), kind, examples, cuts=([cut], [1]))
+    rows = ExampleRows(opened(folder, kind), row_tokens)
+    batch = rows(np.arange(len(rows)))
+    per_example = 1 if kind == "chats" else 2
+    found = []
+    for row in range(len(rows)):
+        numbers = rows.examples_in(row).tolist()
+        found += numbers
+        expected = [sequence for number in numbers for sequence in sequences_of(kind, examples[number], row_tokens)]
+        assert len(expected) == per_example * len(numbers)
+        documents = [document for document, sequence in enumerate(expected, 1) for _ in sequence]
+        slots = [slot for sequence in expected for slot in sequence]
+        padding = row_tokens - len(slots)
+        assert list(zip(batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist())) == slots + padding * [(0, IGNORE_INDEX)]
+        assert batch.document_ids_BT[row].tolist() == documents + padding * [len(expected) + 1]
+    assert sorted(found) == list(range(count))
+    assert rows.examples == count and rows.left_out == rows.truncated == 0
+    assert rows.tokens == sum(len(sequence) for example in examples for sequence in sequences_of(kind, example, row_tokens))
+    assert rows.fill == rows.tokens / batch.tokens_BT.numel()
+    assert batch.target_index_M.tolist() == (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten().tolist()
+    assert [tensor.dtype for tensor in (batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, batch.target_index_M)] == [
+        torch.int64, torch.int64, torch.int32, torch.int64]
+
+
+def test_the_rows_stay_as_they_are(tmp_path):
+    """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
+    chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
+    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 20)
+    assert [rows.examples_in(row).tolist() for row in range(len(rows))] == [[5, 11], [2, 8, 0], [6, 10], [1], [9], [3, 7], [4]]
+
+
+def chat(*lengths):
+    return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
+
+
+def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remains(tmp_path):
+    chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
+    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
+    assert (rows.examples, rows.truncated, rows.left_out) == (4, 2, 2)
+    assert rows.describe() == "4 chats in 4 rows, 93.8 % full, 2 cut to MAX_SEQ_LEN=8, 2 too long and left out"
+    read = {}
+    for row in range(len(rows)):
+        batch = rows(np.array([row]))
+        for document, example in enumerate(rows.examples_in(row).tolist(), 1):
+            own = batch.document_ids_BT == document
+            read[example] = list(zip(batch.tokens_BT[own].tolist(), batch.targets_BT[own].tolist()))
+    assert sorted(read) == [0, 1, 3, 4]
+    assert all(read[example] == next(sequences_of("chats", chats[example], 8)) for example in read)
+    assert read[1] == [(1, IGNORE_INDEX)] * 7 + [(1, 2)]
+    assert rows.tokens == 6 + 8 + 8 + 8
+
+
+def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_path):
+    pairs = opened(write(tmp_path, "pairs", [[(PROMPT, [*range(1, 1 + p)]), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in (
+        (3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20))]), "pairs")
+    rows = ExampleRows(pairs, 9)
+    assert (rows.examples, rows.left_out, rows.truncated, rows.row_tokens) == (4, 0, 2, 18)
+    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {100 * rows.fill:.1f} % full, 2 cut to MAX_SEQ_LEN=9"
+    found = {}
+    for row in range(len(rows)):
+        batch = rows(np.array([row]))
+        for place, example in enumerate(rows.examples_in(row).tolist()):
+            own = [batch.document_ids_BT == 2 * place + side for side in (1, 2)]
+            found[example] = [[*batch.tokens_BT[each].tolist(), int(batch.targets_BT[each][-1])] for each in own]
+    assert found == {0: [[1, 2, 3, 2, 2], [1, 2, 3, 3, 3, 3]], 1: [[1, 2, 3, 4, *[2] * 6], [1, 2, 3, 4, *[3] * 6]],
+                     2: [[*range(44, 51), 2], [*range(44, 51), 3, 3, 3]],  # the prompt's end, beside the longer answer
+                     3: [[*range(5, 10), *[2] * 5], [*range(5, 10), *[3] * 5]]}  # half a row
+    fingerprints = {ExampleRows(pairs, *more).fingerprint for more in ((9,), (10,), (9, True, "keep_start"), (9, True, "drop"))}
+    assert len(fingerprints) == 4, "runs, references and comparisons know rows by it"
+
+
+@pytest.mark.parametrize("verify", ["always", "auto", "never"])
+def test_damaged_segments_are_found(tmp_path, verify):
+    folder = write(tmp_path, "chats", draw_chats(9))
+    path = folder / "train-segments-00000.bin"
+    whole = path.read_bytes()
+    for cut in (whole[:-1], whole[:-4], whole + b"\0"):
+        path.write_bytes(cut)
+        with pytest.raises(DataError, match=path.name):
+            opened(folder, "chats", verify=verify)
+    swapped = bytearray(whole)
+    swapped[1024] ^= 4
+    path.write_bytes(swapped)
+    with pytest.raises(DataError, match="damaged" if verify != "never" else "prepare the data again"):
+        opened(folder, "chats", verify=verify)
+    path.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        opened(folder, "chats", verify=verify)
+
+
+def test_segments_that_are_overwritten_during_a_run_change_nothing(tmp_path):
+    """They are in memory, verified."""
+    examples = opened(write(tmp_path, "chats", [chat(3, 4), chat(5, 6)]), "chats")
+    before = [[part.tolist() for part in examples.read(number)] for number in (0, 1)]
+    os.truncate(tmp_path / "train-segments-00000.bin", 0)
+    assert [[part.tolist() for part in examples.read(number)] for number in (0, 1)] == before

@@ -18,7 +18,7 @@ import pytest
 import torch
 from commands import Command
 from factories import PATIENCE, TinyRun, prepared_set, sentence, wait_until, write_jsonl
-from test_packed_rows import PROMPT, WORDS, write
+from test_dataloaders import PROMPT, WORDS, write
 
 from common.activity import ACTIVITY
 from config import Config

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from common.errors import CheckpointError, PaddockError, SettingsError
 from parallel.process import RESTART
 from plan.make import Plan, complete, make_plan
-from plan.starts import Known
 from tests.plan.test_inherited import not_used
 
 SHAPE = {"DIM": 64, "N_HEADS": 4, "N_LAYERS": 2}
@@ -132,15 +131,6 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_again_over_its_records(
     assert plan(*flags, "--resume", "never").start.kind == "from"
     Path("runs/lost/events.jsonl").write_text(json.dumps(event | {"event": "save"}) + "\n")  # killed in its first save
     assert plan(*flags).start.kind == "from"
-
-
-def test_a_damaged_checkpoint_is_skipped_with_a_warning():
-    """As the facts report it, with which the plan is made again."""
-    loaded = make_plan(["--run-name", "tuned"], {}, Known(damaged={STEP_5: f"{STEP_5}/model.safetensors is damaged"}))
-    assert loaded.start.folder == STEP_3
-    assert loaded.warnings[0] == f"skipping a checkpoint: {STEP_5}/model.safetensors is damaged"
-    with pytest.raises(CheckpointError, match="none of 2 checkpoints in runs/tuned/checkpoints can be used, the first because: a"):
-        make_plan(["--run-name", "tuned"], {}, Known(damaged={STEP_3: "b", STEP_5: "a"}))
 
 
 def test_a_model_is_cut_by_a_flag_or_in_pretraining():
