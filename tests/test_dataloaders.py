@@ -78,6 +78,13 @@ def test_the_order_looks_random():
         assert ((counts - counts.mean()) ** 2).sum() / counts.mean() < 49 + 6 * np.sqrt(2 * 49), "chi-square"
 
 
+@given(n=st.integers(1, 60), rows_per_step=st.integers(1, 150))
+def test_each_row_comes_once_an_epoch(n, rows_per_step):
+    order = RowOrder(Mixing((n,)), rows_per_step, 1, 9)
+    read = np.concatenate([order.all_rows(step) for step in range(-(-3 * n // rows_per_step))])[:3 * n].reshape(3, n)
+    assert (np.sort(read) == np.arange(n)).all()
+
+
 def test_the_first_rows_of_each_step_stay_as_they_are():
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
     assert RowOrder(Mixing((1000,)), 8, 1, 1337).all_rows(0).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]

@@ -284,7 +284,6 @@ def spoil_a_gradient() -> None:
 
 REFUSED = [
     (BF16 | {"LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "WEIGHT_DTYPE=bf16 is for full training"),
-    ({"OPTIMIZER_DTYPE": "bf16", "LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "OPTIMIZER_DTYPE=bf16 is for full"),
     (BF16 | {"PRECISION": "fp16", "DEVICE": "auto"}, "PRECISION=fp16 and its loss scale do not work with WEIGHT_DTYPE=bf16"),
     *((BF16 | BACKWARD | changes, f"UPDATE_IN_BACKWARD=true does not work with {feature}") for changes, feature in (
         ({"DEBUG": "true"}, "DEBUG=true"), ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip"),
