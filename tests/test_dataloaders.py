@@ -200,18 +200,6 @@ def test_validation_is_the_same_sum_at_any_number_of_ranks(rows):
         assert (targets[~padding] != IGNORE_INDEX).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_arrive_on_the_gpu():
-    device = torch.device("cuda", 0)
-    with load_steps(identity_rows, ORDER, device, count_targets) as loader:
-        for step in range(20):
-            batches, count = next(loader)
-            assert count == 18 and all(batch.targets_BT.device == device for batch in batches)
-            assert all(batch.document_ids_BT.is_pinned() for batch in batches), "they stay on the CPU"
-            assert [batch.tokens_BT[:, 0].tolist() for batch in batches] == ORDER.micro_batches(step).tolist()
-    assert identity_rows(np.arange(3)).pin_memory().targets_BT.is_pinned()
-
-
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # whether a part of an example is a target
 
