@@ -432,17 +432,6 @@ def test_any_settings_load_or_are_an_error_for_the_user(environ, argv, text, con
             assert config.accumulation_steps >= 1 and config.hidden_dim >= 1
 
 
-@pytest.mark.parametrize("extensions, problem", [(True, "bomb.yaml:1: not valid YAML: its aliases stand for more than 100,000 values"), (False, "bomb.yaml:2: not valid YAML: write out *a0")])
-def test_aliases_in_yaml_are_refused_before_they_stand_for_gigabytes(extensions, problem, monkeypatch):
-    monkeypatch.setattr(layers, "OTHER_TRAINERS", layers.OTHER_TRAINERS if extensions else None)
-    levels = [f"a{n}: &a{n} [{8 * f'*a{n - 1}, '}x]\n" for n in range(1, 12)]
-    Path("bomb.yaml").write_text("a0: &a0 [x, x]\n" + "".join(levels))
-    assert problems("--config", "bomb.yaml")[0].startswith(problem)
-    merges = [f"a{n}: &a{n} {{<<: [{', '.join(8 * [f'*a{n - 1}'])}], k{n}: {8 * f'{n}'}}}\n" for n in range(1, 40)]
-    Path("merge.yaml").write_text("a0: &a0 {k0: 1}\n" + "".join(merges))  # not a bomb: each level has one name more
-    assert any("not valid YAML" in line for line in problems("--config", "merge.yaml")) != extensions
-
-
 MERGED = ("""
 base: &base {seed: 1, max-steps: 3, more: [1, 2]}
 other: &other
