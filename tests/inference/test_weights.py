@@ -8,13 +8,7 @@ import torch
 from config import LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import generate
-from extensions.inference.weights import (
-    INT8_ROWS,
-    Int8Linear,
-    add_products,
-    pack_weights,
-    packed_weights,
-)
+from extensions.inference.weights import INT8_ROWS, Int8Linear, add_products, pack_weights, packed_weights
 from lora import add_adapters, cast_base
 from model import Transformer
 from model_kernels.matmul import CPU_MULTIPLIES_BF16

@@ -16,15 +16,7 @@ from checkpoint.manifest import CARD
 from common import __version__
 from common.text import printable
 from config import Config, ModelConfig
-from extensions.card import (
-    NOT_IN_RECIPE,
-    card_metadata,
-    card_text,
-    cell,
-    code,
-    read_card,
-    sections_of,
-)
+from extensions.card import NOT_IN_RECIPE, card_metadata, card_text, cell, code, read_card, sections_of
 from extensions.report.console import trained_count
 from plan.make import make_plan
 
