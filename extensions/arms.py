@@ -16,8 +16,8 @@ from common.errors import SettingsError
 from common.text import ROOT, duration, show
 from config import KIND_OF_STAGE, START_FROM, Config
 from data_pipeline.shards import KINDS
-from data_preparation_utils import prepare_from_flags
 from extensions.preparation import is_source
+from extensions.preparation_flags import prepare_from_flags
 from extensions.report.data import RunReader
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE
 from plan.make import make_plan

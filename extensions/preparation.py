@@ -31,7 +31,8 @@ from data_pipeline.examples import ExampleSet, examples_of
 from data_pipeline.prepare import JOURNAL, progress_bar
 from data_pipeline.shards import MANIFEST, MIXTURE, Manifest, TokenSet, first_fault
 from data_pipeline.source_files import format_of, local_files, source_of
-from data_preparation_utils import NAMES, prepare_from_flags
+from data_preparation_utils import NAMES
+from extensions.preparation_flags import prepare_from_flags
 from extensions.report.data import holder_runs
 
 POLL_SECONDS = 0.5

@@ -24,7 +24,7 @@ from common.text import aligned, command, percent, print_safely, show
 from data_pipeline.mixture import read_mixture, source_table
 from data_pipeline.prepare import names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
-from data_preparation_utils import FlagParser, count
+from extensions.preparation_flags import FlagParser, count
 
 MIN_SOURCE_COLUMNS = 20
 

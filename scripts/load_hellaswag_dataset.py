@@ -17,7 +17,7 @@ from common.text import command, show
 from data_pipeline.choices import parse_item
 from data_pipeline.source_files import source_of
 from data_pipeline.sources import Reading, read_records
-from data_preparation_utils import FlagParser, non_empty
+from extensions.preparation_flags import FlagParser, non_empty
 
 
 def main(argv: list[str]) -> None:

@@ -99,7 +99,7 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     `records` describes the records that it accepts, and `legend` the printed examples.
     """
     from config import KINDS
-    from data_preparation_utils import describe, flag_parser, prepare_from_flags, used_settings
+    from extensions.preparation_flags import describe, flag_parser, prepare_from_flags, used_settings
 
     def main() -> None:
         flag_parser(kind, records).refuse_unused(sys.argv[1:], *used_settings(kind))

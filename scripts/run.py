@@ -32,8 +32,8 @@ from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import TYPED, show  # noqa: E402
 from config import KIND_OF_STAGE, KINDS, Config  # noqa: E402
 from data_pipeline.shards import MANIFEST, MIXTURE  # noqa: E402
-from data_preparation_utils import OUTPUTS, describe, flag_parser, prepare_from_flags  # noqa: E402
 from extensions.preparation import is_source  # noqa: E402
+from extensions.preparation_flags import OUTPUTS, describe, flag_parser, prepare_from_flags  # noqa: E402
 from scripts.gpus import choose_gpus  # noqa: E402
 from plan.command_line import exit_with  # noqa: E402
 from plan.layers import read_flags  # noqa: E402

@@ -26,7 +26,7 @@ from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_tok
 from data_pipeline.source_files import Source
 from data_pipeline.sources import identity_of
 from data_pipeline.workers import split_of
-from data_preparation_utils import describe, flag_parser, prepare_from_flags, used_settings
+from extensions.preparation_flags import describe, flag_parser, prepare_from_flags, used_settings
 from scripts.prepare import train_command
 from tokenizer import load_tokenizer
 

@@ -19,7 +19,7 @@ from data_pipeline.prepare import SplitPlan, cut_tails, plan_split
 from data_pipeline.shards import MANIFEST
 from data_pipeline.sources import Document
 from data_pipeline.workers import position_of
-from data_preparation_utils import describe
+from extensions.preparation_flags import describe
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
 
