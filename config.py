@@ -157,13 +157,12 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         return self.head_width or self.dim // self.n_heads
 
-    def slides(self, layer: int) -> bool:
-        """Return whether SLIDING_WINDOW limits this layer, counted from 0."""
-        return self.sliding_window is not None and (layer + 1) % self.sliding_every == 0
-
-    def rotates(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has a rotary embedding."""
-        return self.no_rope_every is None or (layer + 1) % self.no_rope_every != 0
+    @property
+    def layer_kinds(self) -> list[tuple[bool, bool]]:
+        """Of each layer, whether SLIDING_WINDOW limits it and whether it has a rotary embedding."""
+        return [(self.sliding_window is not None and number % self.sliding_every == 0,
+                 self.no_rope_every is None or number % self.no_rope_every != 0)
+                for number in range(1, self.n_layers + 1)]
 
     @property
     def hidden_dim(self) -> int:
@@ -258,13 +257,9 @@ class OptimConfig(Section):
     loss_spike_window: ClassVar[int] = 128  # recent losses to compare with
 
     @property
-    def bf16_weights(self) -> bool:
-        return self.weight_dtype == "bf16"
-
-    @property
     def special_update(self) -> bool:
         """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
-        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
+        return self.weight_dtype == "bf16" or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
 
     @property
     def final_learning_rate(self) -> float:
@@ -393,25 +388,6 @@ class DistillationConfig(Section):
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
 
 
-class OnlineConfig(Section):
-    """Training on the model's own answers, which functions reward (GRPO)."""
-
-    used_if = ("training_stage", "grpo")
-    reward: str = fixed(
-        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
-        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
-    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
-    grpo_max_tokens: Optional[int] = fixed(
-        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
-    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
-        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
-    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
-    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
-    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
-    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
-                              ge=1, le=1000)
-
-
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
 LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
                "grpo_data_path", "validation_data_path", "hellaswag_path")
@@ -445,14 +421,14 @@ def extension_module(name: str) -> Optional[ModuleType]:
 
 
 CORE_SECTIONS = (RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
-                 CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig)
+                 CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig)
 _of_extensions = extension_module("settings")
 EXTENSION_SECTIONS: dict[str, type[Section]] = getattr(_of_extensions, "SECTIONS", {})
 EXTENSION_RULES: dict[str, Callable[["Config"], Iterator[str]]] = getattr(_of_extensions, "RULES", {})
 SECTIONS = (*CORE_SECTIONS, *EXTENSION_SECTIONS.values())
 # Settings of the core that an extension carries out.
 SETTINGS_OF_EXTENSIONS = {
-    "prepare_ahead": ("prepare_ahead",), "online": (*OnlineConfig.model_fields,),
+    "prepare_ahead": ("prepare_ahead",),
     "rounding": ("weight_dtype", "optimizer_dtype", "update_in_backward"),
     **{extension: (*section.model_fields,) for extension, section in EXTENSION_SECTIONS.items()}}
 
@@ -476,8 +452,20 @@ class Config(*reversed(SECTIONS)):
         return ",".join(dict.fromkeys([*known, *listed]))
 
     @property
+    def needed_extensions(self) -> dict[str, str]:
+        """The extensions that settings load without EXTENSIONS, and these settings."""
+        preference = self.preference_objective if self.training_stage == "dpo" else "dpo"
+        needed = {"PREPARE_AHEAD=true": self.prepare_ahead and "prepare_ahead",
+                  "DISTILLATION_ENABLED=true": self.distillation_enabled and "distillation",
+                  "LEDGER_CHECKSUM=true": self.ledger_checksum and "checksums",
+                  "REPRODUCIBLE=true": self.reproducible and "checksums",
+                  f"PREFERENCE_OBJECTIVE={preference}": preference != "dpo" and "preferences"}
+        return {name: setting for setting, name in needed.items() if name}
+
+    @property
     def extension_names(self) -> list[str]:
-        return [*filter(None, self.extensions.split(",")), *["prepare_ahead"] * self.prepare_ahead]
+        names = (*self.extensions.split(","), *self.needed_extensions)
+        return [*filter(None, dict.fromkeys(names))]
 
     @property
     def further_tasks(self) -> list[EvalTask]:
@@ -522,15 +510,7 @@ class Config(*reversed(SECTIONS)):
     @property
     def answers_per_prompt(self) -> int:
         """Training rows made of each row of the data: GRPO generates several answers to a prompt."""
-        return self.grpo_group if self.training_stage == "grpo" else 1
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.grpo_updates if self.training_stage == "grpo" else 1
-
-    @property
-    def answer_tokens(self) -> int:
-        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
+        return self.grpo_group if self.training_stage == "grpo" and EXTENSION_SECTIONS else 1
 
     @property
     def rows_read(self) -> int:
@@ -658,7 +638,8 @@ def device_rules(c: Config) -> Iterator[str]:
     """Check precision, compiler and how the model is divided over the ranks."""
     if c.precision == "fp16":  # the loss scale belongs to DDP's float sums
         others = {"DEVICE=cpu": c.device == "cpu", "REPRODUCIBLE=true": c.reproducible,
-                  f"SHARDING={c.sharding}": c.sharding != "none", "WEIGHT_DTYPE=bf16": c.bf16_weights,
+                  f"SHARDING={c.sharding}": c.sharding != "none",
+                  f"WEIGHT_DTYPE={c.weight_dtype}": c.weight_dtype != "fp32",
                   f"OPTIMIZER_DTYPE={c.optimizer_dtype}": c.optimizer_dtype != "fp32",
                   "UPDATE_IN_BACKWARD": c.update_in_backward,
                   "TRAINING_STAGE=grpo": c.training_stage == "grpo"}
@@ -750,21 +731,16 @@ def stage_rules(c: Config) -> Iterator[str]:
     checkpoints = [name.upper() for name in c.start_settings]
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
-    extensions = {"online": c.training_stage == "grpo" and "TRAINING_STAGE=grpo",
-                  "rounding": c.special_update and "WEIGHT_DTYPE, OPTIMIZER_DTYPE or UPDATE_IN_BACKWARD",
-                  "prepare_ahead": c.prepare_ahead and "PREPARE_AHEAD=true"}
-    for extension, feature in extensions.items():
-        if feature and extension not in EXTENSION_RULES:
-            yield f"{feature} needs extensions/{extension}.py, which does not exist"
+    needed = {"online": c.training_stage == "grpo" and "TRAINING_STAGE=grpo", **c.needed_extensions,
+              "rounding": c.special_update and "WEIGHT_DTYPE, OPTIMIZER_DTYPE or UPDATE_IN_BACKWARD"}
+    for extension, setting in needed.items():
+        if setting and not EXTENSION_SECTIONS:
+            yield f"{setting} needs extensions/{extension}.py, which does not exist"
     if c.train_only and (c.lora_enabled or c.sharding != "none"):
         other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
         yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
         yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
-    if c.training_stage == "dpo" and c.distillation_enabled:
-        yield "DISTILLATION_ENABLED works in the stages pretrain, sft and grpo, not in dpo"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"
-    if c.distillation_enabled and c.teacher_model is None:
-        yield "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub name"

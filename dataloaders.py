@@ -135,7 +135,6 @@ class RowOrder:
 
 
 def first_micro_batch(count: int, rank: int, world_size: int) -> int:
-    """Return the number of a rank's first micro-batch among the `count` of a step."""
     each, more = divmod(count, world_size)
     return rank * each + min(rank, more)
 

@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else VocabularyMatrix(padded(vocab_size), config.dim)
         self.head = ChunkedHead(vocab_size, config.head_chunk_tokens)
-        self.layer_kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.n_layers)]
+        self.layer_kinds = config.layer_kinds
 
     @property
     def head_matrix(self) -> VocabularyMatrix:

@@ -95,7 +95,7 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
                 mesh: Optional[DeviceMesh] = None) -> Transformer:
     """Return a Transformer on the rank's device. Its initial weights depend only on SEED, not on sharding."""
     model = model_on_meta(config, vocab_size, dtype)
-    matrices = [each for each in model.parameters() if each.ndim > 1 and config.bf16_weights]
+    matrices = [each for each in model.parameters() if each.ndim > 1 and config.weight_dtype == "bf16"]
     for parameter in matrices:
         parameter.data = parameter.data.to(torch.bfloat16)
     allocate_model(model, config, ranks, mesh)

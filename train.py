@@ -66,7 +66,7 @@ from run.run import (
     saves_end,
     start_writing,
 )
-from run.step_log import joined, log_step, median_and_deviation, stop_before, weight_checksums
+from run.step_log import log_step, median_and_deviation, stop_before
 
 
 def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
@@ -269,11 +269,10 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         is_skipped |= means["loss"] > limit
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), is_skipped.float())
 
-    has_checksums = config.ledger_checksum or config.reproducible
-    halves = weight_checksums(run.model) if has_checksums else local_sums[0][:0]
     on_device = StepNumbers(units, norm, norm_sum, stopping_ranks, written_ranks, is_skipped, misfit)
     scalars = torch.stack([widened(value) for value in (*means.values(), *on_device)])
-    values = ranks.tolist(torch.cat([scalars, halves]))  # the only wait for the device
+    measured = [measure() for measure, _ in run.measures]
+    values = ranks.tolist(torch.cat([scalars, *measured]))  # the only wait for the device
     loss, *metrics = values[:len(means)]
     numbers = StepNumbers(*values[len(means):len(scalars)])
     finite = numbers.units == 0 or math.isfinite(loss) and (
@@ -282,9 +281,12 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
     is_written = numbers.written_ranks == ranks.world_size
-    checksums = joined(values[len(scalars):]) if has_checksums else []
+    log_fields, end = {}, len(scalars)
+    for numbers_K, (_, fields_of) in zip(measured, run.measures):
+        begin, end = end, end + len(numbers_K)
+        log_fields |= fields_of(values[begin:end])
     return StepResult(loss, dict(zip([*sums][1:], metrics)), round(numbers.units), numbers.norm, finite,
-                      not numbers.is_skipped, spike, numbers.stopping_ranks > 0, checksums, is_written,
+                      not numbers.is_skipped, spike, numbers.stopping_ranks > 0, log_fields, is_written,
                       numbers.misfit)
 
 

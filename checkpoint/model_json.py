@@ -79,10 +79,10 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     if c.model_type in ("qwen2", "qwen3", "smollm3"):
         windows |= {"use_sliding_window": c.sliding_window is not None,
                     "max_window_layers": c.n_layers if c.sliding_window is None else 0,
-                    "layer_types": ["sliding_attention" if c.slides(layer) else "full_attention"
-                                    for layer in range(c.n_layers)]}
+                    "layer_types": ["sliding_attention" if slides else "full_attention"
+                                    for slides, _ in c.layer_kinds]}
     if c.model_type == "smollm3":
-        windows |= {"no_rope_layers": [int(c.rotates(layer)) for layer in range(c.n_layers)],
+        windows |= {"no_rope_layers": [int(rotates) for _, rotates in c.layer_kinds],
                     "no_rope_layer_interval": c.no_rope_every or c.n_layers + 1, "pad_token_id": None}
     dtype_name = str(dtype).removeprefix("torch.")
     return {
@@ -148,7 +148,6 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
 
 
 def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are read for this family, with their defaults."""
     return DEFAULTS | FAMILY_DEFAULTS.get(str(config.get("model_type")), {})
 
 
@@ -304,7 +303,6 @@ def other_format(folder: Path) -> str:
 
 
 def refuse_adapters(folder: Path, remedy: str = "merge them first") -> None:
-    """Raise CheckpointError if a folder contains adapters instead of a full model."""
     if os.path.exists(folder / ADAPTERS):
         raise CheckpointError(f"{folder} contains adapters, not a full model; {remedy}: "
                               f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

@@ -54,7 +54,6 @@ WriteFiles = Callable[[Path], Optional[Mapping[str, dict[str, Any]]]]
 
 
 def warn_on_console(text: str) -> None:
-    """Print a warning outside a run, which has a log for them."""
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 

@@ -40,7 +40,7 @@ FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
 # Settings that do not affect training, or differ between machines.
 UNTRAINED = (LogConfig, CheckpointConfig,
-             *(section for name, section in EXTENSION_SECTIONS.items() if name != "guards"))
+             *(section for name, section in EXTENSION_SECTIONS.items() if name not in ("guards", "online")))
 NOT_IN_RECIPE = {*(name.upper() for section in UNTRAINED for name in section.model_fields), "PRESET",
                  "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY", "EXTENSIONS",
                  "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS", "PREPARE_AHEAD",

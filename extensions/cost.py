@@ -8,14 +8,16 @@ al. 2022, appendix B (arXiv:2204.02311).
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from config import LORA_LAYERS, Config, ModelConfig, padded
 from extensions.settings import answered_together, answers_per_row
 from learn.objectives import reference_is_live
 from learn.optim import OPTIMIZERS, muon_batch
 from model_kernels.attention import KERNELS
-from model_kernels.head import FITS, tokens_in_chunk
+from model_kernels.head import CHUNK_CHOICES, tokens_in_chunk
 from model_utils import why_not_compile
 from run.saving import pinned_bytes
 
@@ -44,7 +46,7 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_bytes(config: Config) -> int:
     """Return the bytes of a number in a trained matrix and, but for REPRODUCIBLE, in its gradient."""
-    return 2 if config.bf16_weights else FLOAT32
+    return 2 if config.weight_dtype == "bf16" else FLOAT32
 
 
 def state_bytes(config: Config) -> int:
@@ -473,7 +475,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         whole_gradients -= 1
     if config.reproducible:  # converted to int64, after FSDP has copied it
         whole_gradients = 4 if sharded else whole_gradients + 2
-    if config.bf16_weights and not sharded and not config.reproducible:  # in float32, then converted
+    if config.weight_dtype == "bf16" and not (sharded or config.reproducible):  # in float32, then converted
         whole_gradients = 2 if config.tie_embeddings else 1.5
         if not before and gradients:  # one of them is the gradient
             whole_gradients -= 0.5
@@ -517,7 +519,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     if config.sharding == "hybrid" and config.accumulation_steps > 1:  # FSDP adds them in float32
         gradient = FLOAT32
     if config.reproducible:  # int64, which become gradients in the same memory; FSDP allocates its own
-        gradient = 2 * FLOAT32 + (0 if ranks == 1 else FLOAT32 + 2 * config.bf16_weights)
+        gradient = 2 * FLOAT32 + (0 if ranks == 1 else FLOAT32 + 2 * (config.weight_dtype == "bf16"))
     if config.update_in_backward:
         gradient = 0
     held = [weights / ranks, trained * gradient / ranks, moments / ranks]
@@ -525,7 +527,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
     copy = (FLOAT32 * trained if config.lora_enabled else weights) + moments
-    before_step = copy * (config.updates_per_step > 1)
+    before_step = copy * (config.training_stage == "grpo" and config.grpo_updates > 1)
     frozen += before_step * (device_type == "cpu")
     copied = copy * config.async_save
     if device_type == "cuda" and not config.lora_enabled:
@@ -542,4 +544,27 @@ def fits(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> bo
     return estimate_memory(config, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory
 
 
-FITS.append(fits)
+def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: torch.device) -> None:
+    """Set a model's head chunk by `with_head_chunk` if it is on a GPU."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        chosen = with_head_chunk(config, model.vocab_size, compute_bytes, memory)
+        model.head.positions = chosen.head_chunk_tokens
+
+
+def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:
+    """Return the config with a head chunk of 4 or 2 times CHUNK_BYTES if that fits a GPU.
+
+    Each chunk adds to the head's float32 gradient. With REPRODUCIBLE, bits do not depend on the GPU.
+    """
+    if config.training_stage in ("pretrain", "sft") and not (
+            config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
+        for factor in (4, 2):
+            tokens = factor * tokens_in_chunk(0, padded(vocab_size), "cuda")
+            larger = config.model_copy(update={"head_chunk_tokens": tokens})
+            if fits(larger, vocab_size, compute_bytes, memory):
+                return larger
+    return config
+
+
+CHUNK_CHOICES.append(choose_head_chunk)

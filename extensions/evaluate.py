@@ -23,7 +23,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import command, pip_install
+from common.text import command, pip_install, printable, without_control_tokens
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
@@ -42,19 +42,20 @@ from extensions.report.numbers import number_text
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer
 from learn.objectives import reference_is_live, reference_is_stored
-from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from model_utils import choose_dtype, compile_where_possible, forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 from plan.layers import Layer
+from plan.make import Plan
 from plan.names import validate
 from plan.starts import Start
 from run.build import Base, choose_objective, with_stored_reference
-from run.extensions import Extension, load_extensions
+from run.extensions import Extension, find, load_extensions
 from run.facts import adapters_of_start, find_base, open_evaluation_inputs
 from run.folder import RunFolder
+from run.log import RunLog
 from run.run import Inputs, Run
 from tokenizer import SUPPRESSED, load_tokenizer
 
@@ -106,8 +107,18 @@ class Evaluate(Extension):
                 held_out = inputs.rows
             with phase("samples"):
                 for sample in samples(run.model, inputs.tokenizer, config, step, held_out):
-                    run.log.sample(step, *sample)
+                    log_sample(run.log, step, *sample)
         return {}
+
+
+def log_sample(log: RunLog, step: int, prompt: str, text: str) -> None:
+    """Log generated text to samples.jsonl and the console."""
+    log.append("samples", {"step": step, "prompt": prompt, "text": text})
+    log.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
+    shown = without_control_tokens(prompt)
+    between = " -> " if shown and log.config.training_stage != "pretrain" else ""
+    line = f"Sample: {shown}{between}{text}" if text else f"Sample: {shown} (ends at once)"
+    log.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
 
 EXTENSION = Evaluate
@@ -388,17 +399,19 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if rows is not None:
         compile_where_possible(model, config, ranks.device.type)
         known = store.read_state(origin).get("progress", {})
-        run_dir, adapters, teacher = origin.resolve().parents[1], {}, None
+        run_dir, adapters = origin.resolve().parents[1], {}
         if store.read_state(origin):
             adapters = adapters_of_start(Start("continue", str(origin)), config, run_dir)
-        find = partial(find_base, config, known, run_dir, context.log.warn)
+        base_folder = partial(find_base, config, known, run_dir, context.log.warn)
         if reference_is_live(config):
-            place = Path(ranks.on_rank0(lambda: str(find())))
-            find = lambda: place
+            place = Path(ranks.on_rank0(lambda: str(base_folder())))
+            base_folder = lambda: place
         if config.distillation_enabled:
-            teacher = Path(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
-        base = Base(find, known.get("base_sha256"), config.n_layers, adapters)
-        run.objective = ranks.raise_on_all(lambda: choose_objective(run, base, teacher=teacher))
+            distillation = find("distillation", "TEACHER_MODEL")
+            teacher = ranks.on_rank0(lambda: str(distillation.find_teacher(config, tokenizer)))
+            run.plan = Plan(config, {}, identities={"teacher": {"folder": teacher}})
+        base = Base(base_folder, known.get("base_sha256"), config.n_layers, adapters)
+        run.objective = ranks.raise_on_all(lambda: choose_objective(run, base))
         if reference_is_stored(config):
             run.inputs = with_stored_reference(run, base)
     return run

@@ -34,7 +34,6 @@ from extensions.settings import prompts_to_answer, reward_terms
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
-from learn.teacher import find_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.process import ERROR_FILE
@@ -44,7 +43,7 @@ from plan.layers import PRESETS_DIR
 from plan.make import Plan, complete, make_plan
 from plan.starts import Known, Start
 from run.build import adapted_on_meta
-from run.extensions import Extension, load_extensions
+from run.extensions import Extension, find, load_extensions
 from run.facts import (
     Remake,
     count_rows,
@@ -309,7 +308,7 @@ class Check:
                           f"{folder}{reason}")
         if config.distillation_enabled and self.tokenizer:
             with self.entry("teacher"):
-                self.teacher = find_teacher(config, self.tokenizer)
+                self.teacher = find("distillation", "TEACHER_MODEL").find_teacher(config, self.tokenizer)
                 self.line("teacher", f"{self.teacher}, same vocabulary as the student")
 
     def check_start(self) -> None:
@@ -344,7 +343,7 @@ class Check:
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
                 text = (f"planning for {counted(config.world_size, 'GPU')} of {config.device_memory:g} GB "
                         f"(DEVICE_MEMORY) instead of this machine; {str(dtype).removeprefix('torch.')} with "
-                        f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
+                        f"{'bf16 weights' if config.weight_dtype == 'bf16' else 'fp32 master weights'}; "
                         f"{'eager' if not config.compile or config.debug else 'compiled'}")
             else:
                 device = prepare_device(config)
@@ -539,7 +538,7 @@ def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size:
     if inputs and config.training_stage != "grpo":  # whose rows are not full, either
         indices = inputs.order(config, Ranks()).all_rows(0)[:max(PLANNED_ROWS // size, 1) * size]
         batches = map(inputs.rows, indices.reshape(-1, size))
-        if isinstance(objective, objectives.KTO):  # a step's batches have the own answers
+        if hasattr(objective, "only"):  # a step's batches have the own answers
             batches = (objective.only(batch, 1) for batch in batches)
         work, rows = flops.read(batches), len(indices)
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))

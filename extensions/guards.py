@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Optional
 
@@ -31,13 +32,15 @@ from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from run.extensions import Extension
 from run.run import Run, StepResult
-from run.step_log import checksum, describe_failure, save_before
+from run.step_log import describe_failure, save_before
 from train import accumulate_gradients
 
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 ROWS_SHOWN = 16
 TENSORS_SHOWN = 3  # on the console, with DEBUG
 KEPT_BYTES = 2**30  # of gradients in a dump
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+SUMMED_WORDS = {"cpu": 2**16, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
 
 
 class Guards(Extension):
@@ -411,3 +414,29 @@ def check_replicas(run: Run) -> None:
                      f"{', '.join(map(str, others))}. A GPU or its memory may be failing, so nothing more is "
                      "saved. Resume from an earlier checkpoint: the ranks were last equal "
                      f"{counted(run.config.drift_check_every, 'step')} ago")
+
+
+@cache
+def multipliers(seed: int, device: torch.device, count: int) -> Tensor:
+    """Return odd pseudo-random int64 factors: the same on every machine, a longer list starts the same."""
+    raw = np.random.PCG64(seed).random_raw(count).view(np.int64)
+    return torch.from_numpy(raw | 1).to(device)
+
+
+@torch.no_grad()
+def checksum(rows: Tensor, start: int = 0) -> Tensor:
+    """Return a checksum, an int64 scalar, of the bits of rows that begin at row `start` of a tensor.
+
+    The sum over all elements of bits x factor of the row x factor of the column, modulo 2^64. Integer sums do
+    not depend on their order, so the shards of a tensor add up. A factor is odd, so that any change of one
+    element changes the sum; other changes cancel out with a probability of about 2^-31.
+    Source: multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014 (arXiv:1202.4961).
+    """
+    rows = rows.detach() if rows.ndim else rows.detach()[None]
+    columns, end = rows.shape[1:].numel(), start + len(rows)
+    bits = rows.view(WORDS[rows.element_size()]).reshape(len(rows), columns)
+    longest = 1 << max(end, columns).bit_length()
+    rows_R, columns_C = (multipliers(seed, rows.device, longest) for seed in (0, 1))
+    chunk = max(1, SUMMED_WORDS[rows.device.type] // max(1, columns))
+    sums_R = torch.cat([(part * columns_C[:columns]).sum(dim=1) for part in bits.split(chunk)])
+    return (sums_R * rows_R[start:end]).sum()

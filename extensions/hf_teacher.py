@@ -14,7 +14,7 @@ from common.errors import CheckpointError, SettingsError
 from common.text import pip_install
 from config import Config
 from dataloaders import Batch
-from learn.teacher import LogitsOfSlice, teacher_dtype
+from extensions.distillation import LogitsOfSlice, teacher_dtype
 from model_kernels.head import IGNORE_INDEX
 
 

@@ -126,7 +126,8 @@ class Measurements(Extension):
         self.profiling.begin(run.progress.step + 1)
 
     def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
-        batches = batches * run.config.updates_per_step
+        if run.config.training_stage == "grpo":
+            batches = batches * run.config.grpo_updates
         self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
         if self.sampler:
             self.sampler.end()

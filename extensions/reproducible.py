@@ -112,7 +112,7 @@ class ReproducibleReducer(Reducer):
         for module, each in self.sharded.items():
             module.set_custom_reduce_scatter(each)
             # FSDP has float32 gradients; those of a whole bf16 matrix are bf16.
-            each.dtype = torch.bfloat16 if config.bf16_weights else torch.float32
+            each.dtype = torch.bfloat16 if config.weight_dtype == "bf16" else torch.float32
         # One tensor, for one all-reduce: gradients, whether each is not finite, each micro-batch's largest.
         sizes = [parameter.numel() for parameter in self.full]
         sizes += [len(self.full) + len(self.sharded), micro_batches]

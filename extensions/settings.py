@@ -96,6 +96,29 @@ def answered_together(c: Config, compute_bytes: int, device_type: str) -> int:
     return max(1, min(MOST_ANSWERED_ROWS, MOST_CACHE_BYTES // row_bytes) // c.micro_batch_size)
 
 
+class OnlineConfig(Section):
+    """Training on the model's own answers, which functions reward (GRPO)."""
+
+    used_if = ("training_stage", "grpo")
+    reward: str = fixed(
+        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
+        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
+    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
+    grpo_max_tokens: Optional[int] = fixed(
+        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
+    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
+        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
+    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
+    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
+    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
+    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
+                              ge=1, le=1000)
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
+
+
 def online_rules(c: Config) -> Iterator[str]:
     """Check the groups and the reward, and that GRPO supports the features."""
     if c.training_stage != "grpo":
@@ -152,7 +175,7 @@ def prepare_ahead_rules(c: Config) -> Iterator[str]:
 def rounding_rules(c: Config) -> Iterator[str]:
     """Check that the optimizer and the step support the features."""
     in_backward = f"UPDATE_IN_BACKWARD={str(c.update_in_backward).lower()}"
-    used = {"WEIGHT_DTYPE=bf16": c.bf16_weights,
+    used = {"WEIGHT_DTYPE=bf16": c.weight_dtype == "bf16",
             f"OPTIMIZER_DTYPE={c.optimizer_dtype}": c.optimizer_dtype != "fp32",
             in_backward: c.update_in_backward}
     for feature in (feature for feature, is_used in used.items() if is_used):
@@ -173,7 +196,8 @@ def rounding_rules(c: Config) -> Iterator[str]:
         f"OPTIMIZER={c.optimizer}": (c.optimizer != "adamw", "set OPTIMIZER=adamw"),
         f"{c.accumulation_steps} micro-batches a step": (
             c.accumulation_steps > 1, "set MICRO_BATCH_SIZE=0, or a smaller TOTAL_BATCH_SIZE"),
-        f"{c.updates_per_step} updates a step": (c.updates_per_step > 1, "set GRPO_UPDATES=1"),
+        f"{c.grpo_updates} updates a step": (
+            c.training_stage == "grpo" and c.grpo_updates > 1, "set GRPO_UPDATES=1"),
         "SHARDING=none on several ranks": (
             c.world_size > 1 and c.sharding == "none", "set SHARDING=full, or hybrid")}
     for feature, (is_used, remedy) in refused.items():
@@ -270,6 +294,14 @@ def profile_rules(c: Config) -> Iterator[str]:
                "it")
 
 
+def distillation_rules(c: Config) -> Iterator[str]:
+    """Check the stage, and that a teacher is named."""
+    if c.training_stage == "dpo" and c.distillation_enabled:
+        yield "DISTILLATION_ENABLED works in the stages pretrain, sft and grpo, not in dpo"
+    if c.distillation_enabled and c.teacher_model is None:
+        yield "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub name"
+
+
 def step_window(text: Optional[str]) -> Optional[range]:
     """Parse "FIRST:LAST" (inclusive) into a range of steps; None stays None. Raises ValueError."""
     if text is None:
@@ -282,7 +314,9 @@ def step_window(text: Optional[str]) -> Optional[range]:
 
 
 # By extension, in the order of the documents.
-SECTIONS = {"exclude": ExcludeConfig, "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
-            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
+SECTIONS = {"online": OnlineConfig, "exclude": ExcludeConfig, "evaluate": EvaluateConfig,
+            "report": ReportConfig, "card": CardConfig, "trackers": TrackersConfig, "guards": GuardsConfig,
+            "profile": ProfileConfig}
 RULES = {"exclude": exclude_rules, "online": online_rules, "prepare_ahead": prepare_ahead_rules,
-         "rounding": rounding_rules, "evaluate": evaluate_rules, "profile": profile_rules}
+         "rounding": rounding_rules, "distillation": distillation_rules, "evaluate": evaluate_rules,
+         "profile": profile_rules}

@@ -1,10 +1,9 @@
-"""Training objectives: cross-entropy, losses over preference pairs, and distillation.
+"""Training objectives: cross-entropy, and DPO for preference pairs.
 
 Objectives know nothing of ranks, files or clocks. Shapes: B rows, T tokens, P pairs of a row (padded),
-2 = chosen and rejected; M positions with a target, V vocabulary.
+2 = chosen and rejected.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Optional, Protocol
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.activity import tick
-from config import Config, DistillationConfig, PreferenceConfig
+from config import Config, PreferenceConfig
 from model_kernels.attention import SHARED_PREFIX
-from model_kernels.head import IGNORE_INDEX, add_at, slices, with_any_rows
+from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import widened
 
-CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic
 # From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
 Reference = Callable[..., Tensor]
 # (B, P) losses, and (B, P) metrics by name; their means are logged.
@@ -260,135 +257,8 @@ class DPO(PairwiseObjective):
         return loss_BP, reward_metrics(c.dpo_beta * ratio_BP2, margin_BP)
 
 
-class ORPO(PairwiseObjective):
-    """Cross-entropy of the chosen answer, plus ORPO_LAMBDA times a loss of both answers' odds ratio.
-
-    Probabilities are per token. Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691).
-    """
-
-    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        mean_BP2 = logprob_BP2 / length_BP2
-        log_odds_BP2 = mean_BP2 - log1mexp(mean_BP2)
-        ratio_BP = log_odds_BP2[..., 0] - log_odds_BP2[..., 1]
-        nll_BP = -mean_BP2[..., 0]
-        return nll_BP - self.config.orpo_lambda * F.logsigmoid(ratio_BP), {
-            "log_odds_ratio": ratio_BP, "reward_accuracy": (ratio_BP > 0).float(), "nll_chosen": nll_BP}
-
-
-class SimPO(PairwiseObjective):
-    """Simple preference optimization: mean log-probabilities per token should differ by SIMPO_GAMMA.
-
-    Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
-    """
-
-    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        reward_BP2 = self.config.simpo_beta * logprob_BP2 / length_BP2
-        margin_BP = reward_BP2[..., 0] - reward_BP2[..., 1]
-        return -F.logsigmoid(margin_BP - self.config.simpo_gamma), reward_metrics(reward_BP2, margin_BP)
-
-
-class KTO(PairwiseObjective):
-    """Kahneman-Tversky optimization: each answer is good or bad, compared with a reference point.
-
-    The reference point is the divergence from the reference, at least 0, estimated from the answers of other
-    records in the rows: of all ranks' micro-batches of a step, and elsewhere of the batch.
-    `batch.stored["label_BP"]` is described in `ExampleRows`.
-    Source: Ethayarajh et al. 2024, eq. 7 and 8 (arXiv:2402.01306).
-    """
-
-    needs_reference = True
-
-    @torch.no_grad()
-    def prepare_step(self, batches: list, step: int) -> Prepared:
-        sums = []
-        for batch in batches:
-            tick()
-            batch.stored["reference_BP2"] = self.reference(batch)
-            # The point needs only the other answers, and the loss only the own ones.
-            _, gain_BP2 = self.gains(self.model.eval(), self.only(batch, -1))
-            is_pair_BP = is_pair(answer_lengths(batch))
-            sums.append(torch.stack([widened(gain_BP2[..., 1] * is_pair_BP).sum(), is_pair_BP.sum()]))
-        sums = torch.stack(sums).tolist()
-        # Summed exactly, so that the point does not depend on the ranks.
-        total, count = map(math.fsum, zip(*(each for rank in self.gather(sums) for each in rank)))
-        for batch in batches:
-            point = max(total / max(count, 1), 0.0)  # NaN stays
-            batch.stored["point_B1"] = torch.full_like(batch.stored["reference_BP2"][:, :1, 0], point)
-        trained = [self.only(batch, 1) for batch in batches]
-        return Prepared(trained, round(sum(pairs for _, pairs in sums)), {})
-
-    def side(self, batch) -> Tensor:
-        """Return (B, T), on the CPU: 1 for tokens of a record's own answer, -1 of the other, 0 of padding."""
-        document_BT, label_BP = batch.document_ids_BT.long() - 1, (batch.host or batch).stored["label_BP"]
-        label_BT = F.pad(label_BP, (0, 1)).gather(1, document_BT // 2)
-        return torch.where(document_BT % 2 == 0, label_BT, -label_BT)
-
-    def only(self, batch, side: int):
-        """Return a batch of the tokens of one side, in shorter rows unless a compiler wants equal shapes."""
-        host = batch.host or batch  # the device is not asked, which would wait for it
-        is_kept_BT, last = self.side(host) == side, int(host.document_ids_BT.max())
-        length = is_kept_BT.shape[1] if self.config.compile else int(is_kept_BT.sum(dim=1).max()) + 1
-        order_BT = (~is_kept_BT).int().argsort(dim=1, stable=True)[:, :length]
-        is_kept_BT = is_kept_BT.gather(1, order_BT)
-        # The odd number after the last pair is that of padding.
-        document_ids_BT = host.document_ids_BT.gather(1, order_BT).where(is_kept_BT, last // 2 * 2 + 1)
-        targets_BT = host.targets_BT.gather(1, order_BT).where(is_kept_BT, IGNORE_INDEX)
-        one_side = replace(
-            host, tokens_BT=host.tokens_BT.gather(1, order_BT) * is_kept_BT, targets_BT=targets_BT,
-            document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
-            target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
-        if host is not batch:
-            one_side = one_side.to(batch.tokens_BT.device)
-        return replace(one_side, stored=batch.stored)
-
-    def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:
-        """Return the (B, P, 2) log-probabilities of the own and the other answer, and their gains over the
-        reference."""
-        logprob_BP2, reference_BP2 = pair_logprobs(model, batch), batch.stored.get("reference_BP2")
-        reference_BP2 = self.reference(batch) if reference_BP2 is None else reference_BP2
-        gain_BP2 = logprob_BP2 - reference_BP2[:, :logprob_BP2.shape[1]]
-        return self.own_first(batch, logprob_BP2), self.own_first(batch, gain_BP2)
-
-    def own_first(self, batch, values_BP2: Tensor) -> Tensor:
-        is_good_BP1 = batch.stored["label_BP"][:, :values_BP2.shape[1], None] > 0
-        return torch.where(is_good_BP1, values_BP2, values_BP2.flip(-1))
-
-    def by_item(self, model: nn.Module, batch, items: str = "pairs") -> LossSum:
-        c, (logprob_BP2, gain_BP2) = self.config, self.gains(model, batch)
-        gain_BP, other_BP = gain_BP2.unbind(dim=-1)
-        is_pair_BP = self.own_first(batch, answer_lengths(batch))[..., 0] > 0
-        label_BP = batch.stored["label_BP"][:, :gain_BP.shape[1]]
-        point_B1 = batch.stored.get("point_B1")
-        if point_B1 is None:
-            mean = (other_BP.detach() * is_pair_BP).sum() / is_pair_BP.sum().clamp(min=1)
-            point_B1 = mean.clamp(min=0).expand(len(label_BP), 1)
-        weight_BP = torch.where(label_BP > 0, c.kto_desirable_weight, c.kto_undesirable_weight)
-        above_BP = label_BP * (gain_BP - point_B1)
-        metrics = {"kl": point_B1, "reward_accuracy": above_BP > 0, "logprob_answer": logprob_BP2[..., 0],
-                   "reward_margin": c.dpo_beta * label_BP * gain_BP}
-        return LossSum(weight_BP * torch.sigmoid(-c.dpo_beta * above_BP) * is_pair_BP, {
-            name: value.detach() * is_pair_BP for name, value in metrics.items()})
-
-    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        is_own_BT = (self.side(batch) > 0).to(batch.targets_BT.device)
-        return batch.targets_BT.where(is_own_BT, IGNORE_INDEX), -summed.metrics["logprob_answer"]
-
-
-def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, accurate at both ends.
-
-    Source: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
-    """
-    x = x.clamp(max=-1e-7)  # a certain answer has infinite odds
-    small = x > -math.log(2)
-    return torch.where(small, (-torch.expm1(torch.where(small, x, -1))).log(),
-                       torch.log1p(-torch.where(small, -1, x).exp()))
-
-
-# By PREFERENCE_OBJECTIVE.
-PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {
-    "dpo": DPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
-ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers prompts, and the objectives
+# By PREFERENCE_OBJECTIVE; extensions/preferences.py adds others.
+PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {"dpo": DPO}
 
 
 def reference_is_live(config: Config) -> bool:
@@ -401,144 +271,5 @@ def reference_is_live(config: Config) -> bool:
 
 def reference_is_stored(config: Config) -> bool:
     """Return whether the run needs reference log-probabilities that are computed before it."""
-    objective = PREFERENCE_OBJECTIVES[config.preference_objective]
-    return config.training_stage == "dpo" and objective.needs_reference and not reference_is_live(config)
-
-
-# ------------------------------------------------------------------------------------------ distillation
-
-
-class Teacher(Protocol):
-    """Interface of a teacher that runs in each step."""
-
-    def logits(self, batch) -> Callable[[slice], Tensor]:
-        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
-
-
-def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, temperature: float = 1.0,
-               jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return the divergence of two softened distributions and its gradient to the student's logits.
-
-    With teacher p and student q, "forward_kl" is KL(p || q), "reverse_kl" KL(q || p), and "jsd" is
-    beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q. Both results, (M,) and (M, V)
-    float32 in nats, are multiplied by temperature squared.
-    Source: Hinton et al. 2015 (arXiv:1503.02531), section 2; Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
-    """
-    student_MV = softened_logprobs(student_logits_MV, temperature)
-    teacher_MV = softened_logprobs(teacher_logits_MV, temperature)
-    if kind == "forward_kl":
-        p_MV = teacher_MV.exp()
-        value_M = teacher_MV.sub_(student_MV).mul_(p_MV).sum(dim=-1)
-        gradient_MV = student_MV.exp_().sub_(p_MV)
-    elif kind == "reverse_kl":
-        value_M, gradient_MV = _expectation_under_student(student_MV, student_MV - teacher_MV)
-    else:
-        assert kind == "jsd", kind
-        mixture_MV = torch.logaddexp(student_MV + math.log1p(-jsd_beta), teacher_MV + math.log(jsd_beta))
-        value_M, gradient_MV = _expectation_under_student(student_MV, student_MV - mixture_MV)
-        teacher_part_M = teacher_MV.sub(mixture_MV).mul_(teacher_MV.exp_()).sum(dim=-1)
-        value_M = jsd_beta * teacher_part_M + (1 - jsd_beta) * value_M
-        gradient_MV.mul_(1 - jsd_beta)  # the mixture's derivatives sum to zero
-    return value_M * temperature**2, gradient_MV.mul_(temperature)
-
-
-def softened_logprobs(logits_MV: Tensor, temperature: float) -> Tensor:
-    """Return float32 log-probabilities at a temperature, in new memory."""
-    scaled_MV = logits_MV if temperature == 1 else logits_MV / temperature
-    return torch.log_softmax(scaled_MV, dim=-1, dtype=torch.float32)
-
-
-def _expectation_under_student(student_MV: Tensor, ratio_MV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean log-ratio under the student, and KL's gradient to its logits, in `ratio_MV`."""
-    q_MV = student_MV.exp()
-    value_M = (q_MV * ratio_MV).sum(dim=-1)
-    return value_M, ratio_MV.sub_(value_M[:, None]).mul_(q_MV)
-
-
-class MixedLoss(NamedTuple):
-    """The losses of positions, and the gradient of their weighted sum with respect to the logits."""
-
-    gradient_MV: Tensor
-    divergence_M: Tensor
-    cross_entropy_M: Tensor
-
-
-def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher_logits_MV: Tensor, weight: float,
-               settings: tuple[str, float, float]) -> MixedLoss:
-    """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
-
-    `settings` are kind, temperature and jsd_beta of `divergence`.
-    """
-    divergence_M, gradient_MV = divergence(logits_MV, teacher_logits_MV, *settings)
-    # Written out, so that value and gradient of the cross-entropy share its exponentials.
-    counted_M = (targets_M != IGNORE_INDEX).float()
-    index_M1 = targets_M.clamp(min=0)[:, None]
-    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
-    exp_MV = (logits_MV - highest_M1).exp_()
-    sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
-    cross_entropy_M = (sum_M1.log() + highest_M1 - logits_MV.gather(1, index_M1))[:, 0]
-    share_M1 = ((1 - weight) * counted_M)[:, None]
-    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1)
-    gradient_MV = add_at(gradient_MV, index_M1, -share_M1)
-    return MixedLoss(gradient_MV, divergence_M * counted_M, cross_entropy_M * counted_M)
-
-
-class Distillation(NextToken):
-    """DISTILLATION_WEIGHT times the divergence from the teacher, plus the remaining share of cross-entropy.
-
-    Both, in nats per target and without weights, are also metrics. `compiled` compiles the
-    computation over the vocabulary, which is faster only on a GPU.
-    """
-
-    def __init__(self, config: DistillationConfig, teacher: Teacher, compiled: bool = False):
-        self.config, self.teacher = config, teacher
-        self.mixed_loss = torch.compile(mixed_loss) if compiled else mixed_loss
-
-    def loss_sum(self, model: nn.Module, batch, blocks: Optional[list[MixedLoss]] = None) -> LossSum:
-        """Return the sums, and append the losses of positions to `blocks`."""
-        config, target_index_M = self.config, batch.target_index_M
-        settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
-        weight, targets_M = config.distillation_weight, batch.targets_BT.flatten()
-        targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
-        logits_of = self.teacher.logits(batch)
-        sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
-
-        def loss(logits_MV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-            """Return a chunk's loss, and its gradient, which on a CPU overwrites the logits."""
-            teacher_MV, chunk_targets_M, rows = logits_of(chunk), targets_M[chunk], len(logits_MV)
-            total = torch.zeros_like(sums["divergence"])
-            if logits_MV.device.type == "cpu":
-                rows = CACHE_BYTES // (4 * logits_MV.shape[1])
-            gradient_MV = logits_MV
-            for block in slices(len(logits_MV), max(1, rows)):
-                inputs = with_any_rows(target_index_M is not None, logits_MV[block], chunk_targets_M[block],
-                                       teacher_MV[block])
-                mixed = self.mixed_loss(*inputs, weight, settings)
-                if rows < len(logits_MV):
-                    logits_MV[block] = mixed.gradient_MV
-                else:
-                    gradient_MV = mixed.gradient_MV  # a copy would take time
-                each, entropy = mixed.divergence_M.sum(), mixed.cross_entropy_M.sum()
-                sums["divergence"] += each
-                sums["cross_entropy"] += entropy
-                total += weight * each + (1 - weight) * entropy
-                if blocks is not None:
-                    blocks.append(mixed._replace(gradient_MV=None))
-            return total, gradient_MV
-
-        total = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=target_index_M,
-                      mode=loss)
-        return LossSum(total, sums)
-
-    def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
-        weight, sums, blocks = self.config.distillation_weight, {}, []
-        zeros = torch.zeros(batch.targets_BT.numel(), device=batch.targets_BT.device)
-        for index, name in enumerate(self.loss_sum(model, batch, blocks).metrics, 1):
-            values = torch.cat([zeros[:0], *(block[index] for block in blocks)])
-            if batch.target_index_M is not None:
-                values = zeros.index_put((batch.target_index_M,), values)
-            sums[name] = sums_by_item(values.view_as(batch.targets_BT), batch, items)
-        return LossSum(weight * sums["divergence"] + (1 - weight) * sums["cross_entropy"], sums)
-
-    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        return batch.targets_BT, summed.metrics["cross_entropy"]
+    return (config.training_stage == "dpo" and config.preference_objective in ("dpo", "kto")
+            and not reference_is_live(config))

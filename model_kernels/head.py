@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import Config, padded
+from config import Config
 from model_kernels.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # marks positions without a target
@@ -19,8 +19,8 @@ CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of o
 CACHED_LOGITS, CACHED_ROWS = 2**19, 2**12  # on a CPU, logits or weights' rows with gradients at a time
 CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits of a tile
 
-# Of an extension: whether a step of a config, for a vocabulary and bytes per number, fits a GPU's memory.
-FITS: list[Callable[[Config, int, int, int], bool]] = []
+# Of an extension: set the chunk of a model's head, given a config, the bytes of a number, and the device.
+CHUNK_CHOICES: list[Callable[[Any, Config, int, torch.device], None]] = []
 
 # From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
 # losses and its gradient to the logits.
@@ -30,29 +30,6 @@ LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 def tokens_in_chunk(chosen: int, rows: int, device_type: str) -> int:
     """Return the number of positions whose logits, of so many rows, are computed together; 0 = unset."""
     return chosen or max(1, CHUNK_BYTES[device_type] // 4 // rows)
-
-
-def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: torch.device) -> None:
-    """Set a model's head chunk by `with_head_chunk` if it is on a GPU."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        chosen = with_head_chunk(config, model.vocab_size, compute_bytes, memory)
-        model.head.positions = chosen.head_chunk_tokens
-
-
-def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:
-    """Return the config with a head chunk of 4 or 2 times CHUNK_BYTES if it FITS a GPU.
-
-    Each chunk adds to the head's float32 gradient. With REPRODUCIBLE, bits do not depend on the GPU.
-    """
-    if config.training_stage in ("pretrain", "sft") and not (
-            config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
-        for factor in (4, 2):
-            tokens = factor * tokens_in_chunk(0, padded(vocab_size), "cuda")
-            larger = config.model_copy(update={"head_chunk_tokens": tokens})
-            if any(fits(larger, vocab_size, compute_bytes, memory) for fits in FITS):
-                return larger
-    return config
 
 
 def slices(length: int, size: int) -> list[slice]:

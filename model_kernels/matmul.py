@@ -1,7 +1,5 @@
 """Matmuls in the compute dtype, with weights in float32 or quantized by bitsandbytes."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -88,7 +86,8 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scales, shape, adapter_x=None, *adapter):
         x_MD = upcast_for_matmul(x).flatten(0, -2)
-        product = x_MD @ FrozenProduct.matrix(x, weight, scales, shape).t()
+        matrix = weight if scales is None else dequantize(weight, scales, shape, x.dtype)
+        product = x_MD @ rounded(matrix, x.dtype).t()
         low_RM = None
         if adapter:
             lora_A, lora_B, scale = adapter
@@ -121,7 +120,3 @@ class FrozenProduct(torch.autograd.Function):
             adapter_grads = [dropped_grad, A_grad, (low_RM @ grad_MF).t().to(lora_B.dtype) * scale, None]
         x_grad = None if x_grad is None else x_grad.view_as(x).to(x.dtype)
         return x_grad, None, None, None, *(adapter_grads or [None] * (len(ctx.needs_input_grad) - 4))
-
-    @staticmethod
-    def matrix(x: Tensor, weight: Tensor, scales: Optional[Tensor], shape: tuple[int, ...]) -> Tensor:
-        return rounded(weight if scales is None else dequantize(weight, scales, shape, x.dtype), x.dtype)

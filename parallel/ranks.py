@@ -226,7 +226,6 @@ def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
 
 
 def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank0: bool) -> None:
-    """Start this process's watchdog."""
     global watchdog
     stop_watchdog()
     watchdog = HangWatchdog(store, ranks.rank, ranks.world_size, timeout_seconds, store_on_rank0)

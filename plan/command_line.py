@@ -13,11 +13,12 @@ from common.errors import PaddockError, SettingsError
 from common.text import counted, exit_if_unread, print_safely, show
 from config import CORE_SECTIONS, EXTENSION_SECTIONS, Config, on_resume
 from parallel.process import choose_waiting, configure_allocator, first_on_machine, rank_note
-from plan import derived
+from plan.derived import data_manifests
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
 from plan.names import or_run
 
+HUGE_NUMEL = 2**24  # float32 numbers in 64 MiB; with fewer in the embedding, huge pages save no time
 Planned = Plan | PaddockError | None  # the result of make_plan on rank 0, or its error; None elsewhere
 
 
@@ -121,5 +122,9 @@ def export(plan: Plan) -> None:
     """Set `.env`'s variables for libraries, unless the environment has them, before these are imported."""
     for name, value in plan.exports.items():
         os.environ.setdefault(name, value)
-    configure_allocator(derived.huge_pages_pay(plan.config))
+    # Huge pages pay if new memory for the vocabulary's gradients, with its page faults, dominates a step.
+    # Others reuse memory, which page alignment only fragments (docs/dev/log.md).
+    config = plan.config
+    in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
+    configure_allocator(not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count))
     choose_waiting()

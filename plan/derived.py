@@ -30,7 +30,6 @@ SFT_POWER = 1.4  # of RECIPE_WIDTH / DIM, as measured (docs/dev/log.md)
 EPOCHS = {"sft": 3.0, "dpo": 1.0, "grpo": 1.0}
 # If data decides the batch.
 BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64, "grpo": 64}
-HUGE_NUMEL = 2**24  # float32 numbers in 64 MiB; with fewer in the embedding, huge pages save no time
 SMALL_MODEL = 50_000_000  # matrix weights; below this, compiling costs a CPU more than it saves
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
 ROWS = 48  # batches are multiples of this, to suit 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks
@@ -111,15 +110,6 @@ def settings_of_start(config: Config, decided: Container[str], start: Start) -> 
         length = min(length, trained) if type(trained) is int and trained > 0 else length
     chosen = {"tokenizer_path": tokenizer, "max_seq_len": length}
     return {name: value for name, value in chosen.items() if value != getattr(config, name)}
-
-
-def huge_pages_pay(config: Config) -> bool:
-    """Return whether new memory for the vocabulary's gradients, which costs page faults, dominates a step.
-
-    Other tensors reuse memory, which page alignment only fragments (docs/dev/log.md).
-    """
-    in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
-    return not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)
 
 
 def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:

@@ -36,14 +36,14 @@ def differences(one: Identity, other: Identity) -> list[str]:
 def model_identity(weights: str, c: ModelConfig, tokenizer_sha256: str = "") -> dict[str, str]:
     """Return the identity of a model with this hash of its weights, as a run with this config uses it."""
     # The settings that decide what a model computes, in a normal form, and the shapes of a block.
-    layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
+    scaling = {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
     varying = {"head_width", *SCALING_SETTINGS}
     varying -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
     fixed = [name for name in ModelConfig.model_fields if on_resume(name) == "fixed" and name not in varying]
     described = {name.upper(): getattr(c, name) for name in fixed} | c.block_shapes | {
         "HEAD_WIDTH": c.head_dim, "FFN_DIM": c.hidden_dim, "SLIDING_EVERY": None,
-        "SLIDING_WINDOW": [c.sliding_window if c.slides(layer) else None for layer in layers],
-        "NO_ROPE_EVERY": [c.rotates(layer) for layer in layers]}
+        "SLIDING_WINDOW": [c.sliding_window if slides else None for slides, _ in c.layer_kinds],
+        "NO_ROPE_EVERY": [rotates for _, rotates in c.layer_kinds]}
     tokenizer = {"tokenizer": tokenizer_sha256} if tokenizer_sha256 else {}
     return {"weights": weights, "config": json_sha256(described), **tokenizer}
 

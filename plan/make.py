@@ -73,7 +73,6 @@ class Plan:
                 if where not in ("command line", "environment") and not where.startswith("DEPTH=")}
 
     def changed(self, notes: Sequence[str] = (), warnings: Sequence[str] = (), **settings: Any) -> "Plan":
-        """Return the plan with other values of settings, and with further messages."""
         return replace(self, config=self.config.model_copy(update=settings),
                        notes=(*self.notes, *notes), warnings=(*self.warnings, *warnings))
 
@@ -146,7 +145,6 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
 
 
 def faults(draft: Draft) -> list[str]:
-    """Return what is wrong with single names and values."""
     return [problem for layer in draft.layers for problem in layer.problems] + [*draft.invalid.values()]
 
 

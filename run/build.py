@@ -29,17 +29,16 @@ from config import extension_module
 from learn import objectives
 from learn.optim import Optimizer
 from learn.reference_cache import StoredReference
-from learn.teacher import load_teacher
 from model import Transformer, evaluation_mode, padded
 from model_kernels.attention import choose_kernel
-from model_kernels.head import choose_head_chunk
+from model_kernels.head import CHUNK_CHOICES
 from parallel.fsdp import DeviceMesh
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, meeting
 from plan.identity import differences, model_identity
 from plan.make import Plan
 from plan.starts import is_inside, names_its_start
 from run import facts
-from run.extensions import load_extensions
+from run.extensions import find, load_extensions
 from run.folder import RunFolder
 from run.log import RunLog
 from run.run import Inputs, Run, trained_bytes
@@ -157,8 +156,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[f
             return Path(known or facts.find_base(config, asdict(progress), folder.path, context.log.warn))
 
         base = Base(find, progress.base_sha256, start.layers, plan.identities.get("reference_adapters", {}))
-        teacher = Path(plan.identities["teacher"]["folder"]) if "teacher" in plan.identities else None
-        run.objective = choose_objective(run, base, mesh, teacher)
+        run.objective = choose_objective(run, base, mesh)
         return run, base
 
     run, base = ranks.raise_on_all(construct)
@@ -166,7 +164,8 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[f
         run.inputs = with_stored_reference(run, base, mesh)
     if reason := model_utils.compile_where_possible(run.model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
-    choose_head_chunk(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
+    for choose in CHUNK_CHOICES if ranks.device.type == "cuda" else ():
+        choose(run.model, config, run.model.compute_dtype.itemsize, ranks.device)
     run.order = run.inputs.order(config, ranks)
     return run
 
@@ -254,9 +253,8 @@ def restore(plan: Plan, state: dict[str, Any], run_dir: Path, model: Transformer
     return replace(progress, **found)
 
 
-def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, teacher: Optional[Path] = None
-                     ) -> objectives.Objective:
-    """Return the objective with the models that run in each step: a reference, or the teacher in a folder."""
+def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None) -> objectives.Objective:
+    """Return the objective with the models that run in each step, such as a reference."""
     config, stage, reference = run.config, run.config.training_stage, None
     may_compare = stage in ("dpo", "grpo")
     if may_compare and objectives.reference_is_stored(config):
@@ -271,18 +269,10 @@ def choose_objective(run: Run, base: Base, mesh: Optional[DeviceMesh] = None, te
     if stage == "dpo":
         objective = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
         return objective(config, reference, run.model, run.ranks.all_gather_json)
-    if stage == "grpo":
-        rollouts = objectives.ONLINE["rollouts"](run.model, config, run.inputs.tokenizer, run.context)
-        rollouts.check(run.inputs)
-        if not config.distillation_enabled:
-            return objectives.ONLINE["grpo"](config, rollouts, reference)
-    if not config.distillation_enabled:
-        return objectives.NextToken()
-    loaded = load_teacher(teacher, config, run.inputs.tokenizer.vocab_size, run.ranks, mesh)
-    compiled = config.compile and run.ranks.device.type == "cuda"
-    if stage == "grpo":
-        return objectives.ONLINE["distillation"](config, loaded, rollouts, compiled)
-    return objectives.Distillation(config, loaded, compiled)
+    if config.distillation_enabled or stage == "grpo":
+        extension = "distillation" if config.distillation_enabled else "online"
+        return find(extension, f"TRAINING_STAGE={stage}").objective_of(run, reference, mesh)
+    return objectives.NextToken()
 
 
 def load_reference(folder: Path, run: Run, base: Base, mesh: Optional[DeviceMesh]) -> Transformer:

@@ -23,14 +23,13 @@ from checkpoint import huggingface, peft, store
 from checkpoint.manifest import MANIFEST
 from checkpoint.model_json import hub_model
 from common.errors import CheckpointError, DataError, SettingsError
-from common.files import json_sha256, read_json, sha256
+from common.files import read_json, sha256
 from common.text import ROOT, show
 from config import SAMPLE, START_FROM, Config, mps_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
-from learn.teacher import find_teacher
 from parallel import process
 from parallel.process import EXIT_PREEMPTED
 from parallel.ranks import Interrupted
@@ -38,7 +37,7 @@ from plan.identity import Identity, model_identity, weights_sha256
 from plan.make import Plan, complete
 from plan.resume_rules import check_changes
 from plan.starts import Known, Start, base_places, check_model, is_inside
-from run.extensions import Extension, load_extensions
+from run.extensions import Extension, find, load_extensions
 from run.folder import RunFolder, earlier_runs, make_and_lock
 from run.run import Inputs
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
@@ -212,14 +211,8 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         if adapters := adapters_of_start(start, config, run_dir):
             identities["reference_adapters"] = adapters
     if config.distillation_enabled:
-        teacher = find_teacher(config, tokenizer)
-        model, recorded = identity_of_teacher(teacher), start.state.get("identity", {}).get("TEACHER_MODEL")
-        # The run that TEACHER_MODEL names may have trained on: its step that was the teacher is beside it.
-        for beside in teacher.parent.glob("step-*"):
-            with suppress(CheckpointError, OSError, ValueError):
-                if recorded not in (None, model) and identity_of_teacher(beside) == recorded:
-                    teacher, model = beside, recorded
-        identities["teacher"] = {"model": model, "folder": str(teacher)}
+        distillation = find("distillation", "DISTILLATION_ENABLED=true")
+        identities["teacher"] = distillation.teacher_of(plan, tokenizer)
     plan = replace(plan, start=start, identities=identities)
     if start.kind == "continue":
         changes = check_changes(start.state, plan, inputs.identity(
@@ -274,10 +267,6 @@ def adapters_sha256(folder: Path) -> str:
     with suppress(FileNotFoundError), open(folder / peft.WEIGHTS_FILE, "rb") as file:
         return sha256(file)
     return ""
-
-
-def identity_of_teacher(folder: Path) -> str:
-    return json_sha256([weights_sha256(folder), read_json(folder / "config.json")])
 
 
 def identity_of_start(folder: Path) -> dict[str, str]:

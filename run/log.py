@@ -16,7 +16,7 @@ from typing import Any, Optional, TextIO
 from checkpoint.schema import GENERATION, MOST_SECONDS, REWARD, SCHEMAS, VALIDATION, Line, number, read_lines
 from common.activity import tick
 from common.files import disk_errors, plain
-from common.text import WIDTH, counted, duration, once, print_safely, printable, without_control_tokens
+from common.text import WIDTH, counted, duration, once, print_safely, printable
 from config import Config
 from parallel.process import number_of
 
@@ -219,15 +219,6 @@ class RunLog:
         facts = (step, self.config.max_steps, title, summary, best)
         self.info(f"{title} [{step}/{self.config.max_steps}] | {summary}{' | best so far' * bool(best)}",
                   self.columns and self.columns.evaluation_columns(*facts))
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """Log generated text to samples.jsonl and the console."""
-        self.append("samples", {"step": step, "prompt": prompt, "text": text})
-        self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
-        shown = without_control_tokens(prompt)
-        between = " -> " if shown and self.config.training_stage != "pretrain" else ""
-        line = f"Sample: {shown}{between}{text}" if text else f"Sample: {shown} (ends at once)"
-        self.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""

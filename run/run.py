@@ -94,7 +94,7 @@ class StepResult(NamedTuple):
     updated: bool  # False after an fp16 overflow (occasionally normal) or a skipped loss spike
     spike: float  # robust z-score of a loss spike, else 0
     stop: bool  # a rank received a stop signal
-    checksums: Sequence[int] = ()  # of the trained weights, by name, with LEDGER_CHECKSUM
+    log_fields: Mapping[str, Any] = {}  # of extensions, for the step log
     is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
     misfit: float = 0.0  # if not 0, the largest gradient, which did not fit the scale of `Reducer.reduce`
 
@@ -119,6 +119,8 @@ class Run:
     shard: Optional[RankShard] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
+    # Of extensions: doubles on the device after the update, and fields of the step log from their values.
+    measures: list[tuple[Callable, Callable]] = field(default_factory=list)
     plan: Optional[Plan] = None  # None outside training
     order: Optional[RowOrder] = None  # of the training rows; none for evaluations
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds

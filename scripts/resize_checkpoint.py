@@ -59,7 +59,7 @@ def resized(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfi
     """
     places = resized_layers(old.n_layers, new.n_layers, evenly)
     wider, result = new.hidden_dim - old.hidden_dim, {}
-    if any(not copy and (new.slides(place), new.rotates(place)) != (old.slides(layer), old.rotates(layer))
+    if any(not copy and new.layer_kinds[place] != old.layer_kinds[layer]
            for place, (layer, copy) in enumerate(places)):
         raise SettingsError(f"resizing from {old.n_layers} to {new.n_layers} layers would shift which layers "
                             "have a window or no rotary embedding; widen the feed-forwards instead, or keep "

@@ -430,7 +430,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(0, recent_losses=[*recent_losses], gradient_exponent=exponent), has_written=False,
-                          extensions=(), phase=lambda name: contextlib.nullcontext(),
+                          extensions=(), measures=(), phase=lambda name: contextlib.nullcontext(),
                           run_folder=SimpleNamespace(is_lost=False), context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     reducer = make_reducer(model, ranks, config, run.optimizer)
     count = sum(int(run.objective.count(batch)) for batch in batches)

@@ -19,13 +19,13 @@ import lora
 from checkpoint.schema import Progress
 from config import Config, ModelConfig
 from dataloaders import Batch
+from extensions.distillation import Distillation, LlamaTeacher
 from extensions.forecast import probe_objective
 from extensions.online import GRPO
 from extensions.reproducible import ReproducibleReducer
 from extensions.rounding import RoundingReducer
-from learn.objectives import Distillation, Objective, frozen_logprobs, reference_is_live, token_logprobs
+from learn.objectives import Objective, frozen_logprobs, reference_is_live, token_logprobs
 from learn.optim import Optimizer, Reducer, clip_scale
-from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_kernels import matmul
 from parallel.fsdp import local_rows, make_mesh, shard_model
@@ -71,7 +71,7 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
     """Return the model, the frozen model (or None) and the objective, as a run builds them."""
     model, frozen = Transformer(config, vocab_size, dtype), None
     for parameter in model.parameters():
-        if config.bf16_weights and parameter.ndim > 1:
+        if config.weight_dtype == "bf16" and parameter.ndim > 1:
             parameter.data, parameter.is_held = parameter.data.bfloat16(), True
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())

@@ -61,7 +61,7 @@ class RowCache:
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.config, self.rows, self.used = config, range(rows), [0] * rows
-        self.kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.n_layers)]
+        self.kinds = config.layer_kinds
         self.static = device.type == "cuda"  # kernels read the place of a single token, as a graph needs
         self.rows_B = self.used_B = None  # copies on the device, for rows that slices cannot address
 

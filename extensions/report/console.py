@@ -152,7 +152,7 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     why_eager = model_utils.why_not_compile(config, device.type)
     return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')}"
             f"{', slower than fp32 on this CPU (PRECISION=auto takes fp32),' * is_slow} with "
-            f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
+            f"{'bf16 weights' if config.weight_dtype == 'bf16' else 'fp32 master weights'}; "
             f"attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
@@ -232,7 +232,7 @@ def ending(run: Run, result: str) -> list[str]:
         lines["resume"] = command("scripts/run.py", *flags) + (
             "  (with the launcher's flags, on each machine)" if ranks_here < run.ranks.world_size else "")
     dtype = run.model.source.dtype if run.model.source else None
-    if dtype not in (None, "float32") and not (config.lora_enabled or config.bf16_weights):
+    if dtype not in (None, "float32") and not (config.lora_enabled or config.weight_dtype == "bf16"):
         lines["export"] = (command("scripts/export.py", folder, "--to", "hf", "--output", "FOLDER")
                            + f"  ({dtype}, as the base; checkpoints are float32, to resume exactly)")
     return [f"{name}   {line}" for name, line in lines.items()]

@@ -191,10 +191,10 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     import torch
 
     from config import Config
-    from extensions import cost, cpu_kernels  # noqa: F401, which they register
+    from extensions import cpu_kernels  # noqa: F401, which it registers
+    from extensions.cost import choose_head_chunk
     from extensions.profile import peak_memory_bytes
     from learn.optim import Optimizer, clip_scale, gradient_norm
-    from model_kernels.head import choose_head_chunk
     from model_utils import bf16_is_fast, build_model, why_not_compile
     from parallel.ranks import Ranks
 

@@ -286,8 +286,7 @@ def memory(task) -> None:
 def measure_layout(task, layout: str) -> None:
     """Record the forecast for one layout, and the memory that torch and NVML report for two steps."""
     from config import Config
-    from extensions.cost import estimate_memory
-    from model_kernels.head import with_head_chunk
+    from extensions.cost import estimate_memory, with_head_chunk
     from model_utils import choose_dtype
 
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)

@@ -168,7 +168,7 @@ def test_without_layer_types_the_layers_from_max_window_layers_on_have_a_window(
     content = config_json(model_type=kind, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=full, layer_types=None)
     read = ModelConfig(**model_json.model_settings_from_huggingface(content))
     theirs = transformers.CONFIG_MAPPING[kind](**content).layer_types
-    assert ["sliding_attention" if read.slides(layer) else "full_attention" for layer in range(2)] == theirs
+    assert ["sliding_attention" if slides else "full_attention" for slides, _ in read.layer_kinds] == theirs
 
 
 # Another value of each field that transformers' classes read, besides those that two layers of 64 dimensions need.

@@ -10,6 +10,7 @@ import torch
 from factories import UNMEASURED, Stages, TinyRun
 from torch.nn import functional as F
 
+import extensions.preferences  # noqa: F401 (registers its objectives)
 from dataloaders import Mixing, RowOrder, open_rows
 from extensions.debug.replay import replay
 from extensions.exclude import Examples, digest_of, exclude

@@ -19,8 +19,9 @@ from evaluation import during_run
 from evaluation.during_run import validation_loss
 from extensions import evaluate
 from extensions.inference.weights import load_model
+from extensions.preferences import ORPO
 from extensions.report.items import read_item_scores
-from learn.objectives import ORPO, NextToken
+from learn.objectives import NextToken
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.make import make_plan
 from tokenizer import load_tokenizer

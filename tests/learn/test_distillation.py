@@ -17,10 +17,9 @@ from common.errors import CheckpointError, SettingsError
 from config import Config
 from data_pipeline.vocabulary import train_bpe
 from dataloaders import Batch
+from extensions import distillation
+from extensions.distillation import Distillation, LlamaTeacher, divergence, find_teacher, load_teacher
 from extensions.hf_teacher import HFTeacher
-from learn import objectives
-from learn.objectives import Distillation, divergence
-from learn.teacher import LlamaTeacher, find_teacher, load_teacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
@@ -273,7 +272,7 @@ def gradients(model: Transformer, total: torch.Tensor) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("with_positions", [True, False])
 @pytest.mark.parametrize("chunk, cache_bytes", [(0, 2**20), (7, 2**20), (0, 4 * VOCAB * 3), (7, 1)])
 def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk, cache_bytes, monkeypatch):
-    monkeypatch.setattr(objectives, "CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr(distillation, "CACHE_BYTES", cache_bytes)
     student, teacher, batch = llama(1, VOCAB, head_chunk_tokens=chunk), llama(2, VOCAB), a_batch(VOCAB, with_positions)
     objective = Distillation(loss_settings(loss=kind, weight=0.3, temperature=2.0, jsd_beta=0.3), Teacher(teacher))
     summed = objective.loss_sum(student, batch)

@@ -11,18 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import lora
 from dataloaders import Batch
 from extensions.cost import StepFlops, Work
+from extensions.distillation import Distillation, LlamaTeacher
 from extensions.hf_teacher import HFTeacher
+from extensions.preferences import ORPO
 from extensions.profile import Measurements, total_peak
 from learn.objectives import (
     DPO,
-    ORPO,
-    Distillation,
     NextToken,
     frozen_logprobs,
     pair_logprobs,
     stored_reference,
 )
-from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from run.build import logprobs_without_adapters

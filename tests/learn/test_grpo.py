@@ -15,18 +15,17 @@ from test_objectives import VOCAB, Fused, T, assert_same_gradients, model_of
 
 from config import Config
 from dataloaders import Batch
+from extensions.distillation import LlamaTeacher, OnPolicyDistillation
 from extensions.online import (
     GRPO,
     STD_EPSILON,
     Answer,
-    OnPolicyDistillation,
     Rollouts,
     advantages,
     validation_reward,
 )
 from extensions.rewards import BUILT_IN, Misunderstood, final_answer, final_value, load, text_of
 from learn.objectives import frozen_logprobs, token_logprobs
-from learn.teacher import LlamaTeacher
 from model_kernels.head import IGNORE_INDEX
 from parallel.ranks import Ranks
 

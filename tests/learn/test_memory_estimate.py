@@ -179,12 +179,12 @@ def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes,
     # A GPU without a compiler needs more memory, whatever COMPILE is.
     is_compiled, config = config.compile, config.model_copy(update={"compile": True})
     monkeypatch.setattr(cost, "why_not_compile", lambda *_: None if is_compiled else "no C compiler was found")
-    chosen = head.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
+    chosen = cost.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
     assert chosen.head_chunk_tokens == (factor * (2**31 // 4 // LARGE) if factor else config.head_chunk_tokens)
     # A run and the benchmarks set a model's chunk by the same rule, on a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gigabytes * 10**9))
     model = SimpleNamespace(vocab_size=LARGE, head=SimpleNamespace(positions=config.head_chunk_tokens))
-    head.choose_head_chunk(model, config, 2, torch.device("cuda"))
+    cost.choose_head_chunk(model, config, 2, torch.device("cuda"))
     assert model.head.positions == chosen.head_chunk_tokens
     assert factor is None or estimate_memory(chosen, LARGE, 2).total < gigabytes * 10**9
 

@@ -15,14 +15,11 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import Config, ModelConfig, PreferenceConfig
 from dataloaders import Batch
+from extensions.preferences import KTO, ORPO, SimPO, log1mexp
 from learn.objectives import (
     DPO,
-    KTO,
-    ORPO,
     NextToken,
-    SimPO,
     frozen_logprobs,
-    log1mexp,
     pair_logprobs,
     share_prompts,
 )

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config, ModelConfig
+from extensions import checksums as extension
 from model_utils import build_model, load_weights
 from parallel.ranks import start_ranks, stop_ranks
 from plan.make import make_plan
-from run import step_log
 from tokenizer import load_tokenizer
 
 SHAPE = {name.lower(): value for name, value in TINY.items() if name.lower() in ModelConfig.model_fields}
 
 
 def checksums(model) -> list[int]:
-    return step_log.joined(step_log.weight_checksums(model).tolist())
+    return extension.joined(extension.weight_checksums(model).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_any_bit_changes_its_tensor_and_the_total(model, data):
     after = checksums(model)
     bits[place] ^= flip
     assert [name for name, one, other in zip(names, before, after) if one != other] == [name]
-    assert step_log.total_checksum(before) != step_log.total_checksum(after)
+    assert extension.total_checksum(before) != extension.total_checksum(after)
     assert checksums(model) == before
 
 
@@ -82,7 +82,7 @@ def assert_ledger_knows(run, step: int) -> None:
     load_weights(run.checkpoint(step), model)
     found = checksums(model)
     line = run.lines("ledger")[step - 1]
-    assert line["weights"] == f"{step_log.total_checksum(found):016x}"
+    assert line["weights"] == f"{extension.total_checksum(found):016x}"
     assert line["tensors"] == "".join(f"{checksum >> 32:08x}" for checksum in found)
 
 

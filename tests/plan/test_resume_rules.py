@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from common.errors import CheckpointError
 from common.text import setting_text
-from config import Config, OnlineConfig, on_resume
+from config import Config, on_resume
+from extensions.settings import OnlineConfig
 from plan.identity import weights_sha256
 from plan.make import Plan
 from plan.resume_rules import Changes, check_changes

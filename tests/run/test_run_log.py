@@ -10,6 +10,7 @@ from checkpoint.schema import read_lines
 from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
+from extensions.evaluate import log_sample
 from extensions.trackers import start_trackers
 from run.log import RunLog, console_line, keep_lines
 
@@ -47,7 +48,7 @@ def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, 
     prompt = "\x1b]0;owned\x07a"
     text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
     log = make_log(tmp_path, 0)
-    log.sample(3, prompt, text)
+    log_sample(log, 3, prompt, text)
     log.warn(f"{prompt}{text}")
     log.close()
     one_line = (r"\x1b]0;owned\x07a\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c" "\td \U0001f469\u200d\U0001f466\u3000")
@@ -125,7 +126,7 @@ def opened(folder: Path, step: int = -1, **settings) -> RunLog:
 def log_a_run(log) -> None:
     """A step with an evaluation, a sample, and the report of a run."""
     (log.run_dir / "report.html").write_text("<html>")
-    log.sample(2, "a|b", "c\nd")
+    log_sample(log, 2, "a|b", "c\nd")
     log.step({"step": 2, "train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4, "entropy": NAN})
     log.send("report", log.run_dir / "report.html")
     log.close()
@@ -133,7 +134,7 @@ def log_a_run(log) -> None:
 
 def log_steps(log, steps) -> None:
     if 2 in steps:
-        log.sample(2, "a", "b")
+        log_sample(log, 2, "a", "b")
     for step in steps:
         log.step({"step": step, "train_loss": 0.5})
     log.close()

@@ -15,7 +15,7 @@ from config import Config
 # Without the kernels of a CPU, whose attention rounds otherwise. Samples and the forms of text are those of extensions.
 EXTENSIONS = ",".join(name for name in Config.model_fields["extensions"].default.split(",") if name != "cpu_kernels")
 SETTINGS = {"MAX_STEPS": 3, "SAVE_EVERY": 1, "VALIDATE_EVERY": 2, "SAMPLE_EVERY": 0, "HELLASWAG_EVERY": 3, "KEEP_LAST": 3}
-CASES = {"pretrain": {}, **{mode: MODES[mode] for mode in ("sft", "dpo-live", "dpo-stored", "kto", "distilled", "lora-sft")}}
+CASES = {"pretrain": {}, **{mode: MODES[mode] for mode in ("sft", "dpo-live", "dpo-stored", "lora-sft")}}
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,11 @@ def test_the_core_alone_computes_the_same(mode, core, stages, tmp_path):
         assert whole.column(name) == alone.column(name) != {}
     assert whole.hashes(3) == alone.hashes(3)
     assert any("hellaswag_acc" in line for line in alone.lines("metrics"))
+
+
+def test_what_needs_an_extension_is_an_error_without_it(core, stages, tmp_path):
+    for mode, setting, extension in (("distilled", "DISTILLATION_ENABLED=true", "distillation"), ("kto", "PREFERENCE_OBJECTIVE=kto", "preferences"),
+                                     ("sft", "LEDGER_CHECKSUM=true", "checksums")):
+        settings = stages.settings(mode) | ({"LEDGER_CHECKSUM": "true"} if mode == "sft" else {})
+        done = train_in(core, TinyRun(stages.prepared, tmp_path / mode, **settings))
+        assert done.returncode == 2 and f"{setting} needs extensions/{extension}.py, which does not exist" in done.stderr

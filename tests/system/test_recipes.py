@@ -157,6 +157,7 @@ def prove_slic(*paths: Path) -> None:
     from test_objectives import model_of, naive_logprobs, pair_rows
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
 
+    import extensions.preferences  # noqa: F401 (registers its objectives)
     from learn.objectives import PREFERENCE_OBJECTIVES
     from plan.make import make_plan
 
