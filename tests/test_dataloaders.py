@@ -298,13 +298,6 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
         torch.int64, torch.int64, torch.int32, torch.int64]
 
 
-def test_the_rows_stay_as_they_are(tmp_path):
-    """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
-    chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
-    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 20)
-    assert [rows.examples_in(row).tolist() for row in range(len(rows))] == [[5, 11], [2, 8, 0], [6, 10], [1], [9], [3, 7], [4]]
-
-
 def chat(*lengths):
     return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
 

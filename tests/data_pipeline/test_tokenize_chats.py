@@ -258,14 +258,6 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
         prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)
 
 
-def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
-    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", [{"text": f"story {number}: naïve"} for number in range(30)]), tokenizer_path, tmp_path / "out", shard_tokens=200)
-    manifest = files_of(folder)[MANIFEST]
-    assert folder.name == "3d769f05f828236a" and "kind" not in manifest
-    assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
-    assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("87728ffd0fef6fc90af9627ce7e75dee")
-
-
 def chat(*words, system=""):
     roles = ["user", "assistant"] * len(words)
     return [*[{"role": "system", "content": system}] * bool(system), *({"role": role, "content": word} for role, word in zip(roles, words))]

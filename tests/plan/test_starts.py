@@ -54,19 +54,11 @@ def refused(*flags, env="", error=PaddockError, **environ) -> str:
     return str(caught.value)
 
 
-KINDS = {  # name -> (flags, kind, folder, step, is_own)
-    "a new run": ([*PRETRAIN, "--run-name", "new"], "new", None, 0, False),
+KINDS = {  # name -> (flags, kind, folder, step, is_own), besides those of test_start_table.py
     "its own newest": (["--run-name", "tuned"], "continue", STEP_5, 5, True),
-    "its own, with the same command": ([*SFT, "--run-name", "tuned", "--pretrain-checkpoint", "base"], "continue", STEP_5, 5, True),
     "back to a step": (["--run-name", "tuned", "--pretrain-checkpoint", "step-00000003"], "continue", STEP_3, 3, True),
     "back by RESUME": (["--run-name", "tuned", "--resume", STEP_3], "continue", STEP_3, 3, True),
-    "RESUME of another run": (["--run-name", "new", "--resume", "tuned"], "continue", STEP_5, 5, False),
-    "its start again": ([*SFT, "--run-name", "tuned", "--resume", "never", "--pretrain-checkpoint", "base"], "from", "base", 0, False),
-    "the same stage": ([*SFT, "--run-name", "new", "--instruct-checkpoint", STEP_3], "continue", STEP_3, 3, False),
     "another stage": ([*DPO, "--instruct-checkpoint", "tuned"], "from", STEP_5, 0, False),
-    "a model": ([*SFT, "--pretrain-checkpoint", "base"], "from", "base", 0, False),
-    "adapters of the stage": ([*SFT, "--run-name", "new", "--instruct-checkpoint", "adapted"], "continue",
-                              "runs/adapted/checkpoints/step-00000002", 2, False),
     "adapters of PEFT": ([*SFT, "--lora-enabled", "--pretrain-checkpoint", "adapters"], "from", "adapters", 0, False),
     "new adapters": ([*SFT, "--lora-enabled", "--run-name", "new", "--instruct-checkpoint", "tuned"], "from", STEP_5, 0, False),
 }
