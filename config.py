@@ -26,7 +26,7 @@ PLAIN_NAME = re.compile(r"\w[\w.\-]*")  # for RUN_NAME
 class RunConfig(Section):
     """Stage, run folder, start checkpoint and hardware."""
 
-    preset: str = safe("", "named settings (plan/presets/) that override .env; the last one wins",
+    preset: str = safe("", "named settings (plan/presets/), separated by commas; the last one wins",
                        separator=",")
     training_stage: Literal["pretrain", "sft", "dpo", "grpo"] = fixed(
         "pretrain", "kind of data: text, chats for sft, preference pairs for dpo, prompts for grpo")

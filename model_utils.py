@@ -72,9 +72,12 @@ def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
 def make_deterministic(config: RunConfig, device_type: str) -> None:
     """With DETERMINISTIC or REPRODUCIBLE, let torch use only deterministic CUDA kernels; a CPU's always are.
 
-    Call it before the first CUDA computation. An operation without such a kernel raises an error, which
+    With REPRODUCIBLE, a CPU's rank has one thread, because another number may round differently.
+    Call it before the first computation. An operation without such a kernel raises an error, which
     `classify_exception` explains. With warn_only, torch's attention would not be deterministic.
     """
+    if config.reproducible and device_type == "cpu":
+        torch.set_num_threads(1)
     if not (config.deterministic or config.reproducible) or device_type != "cuda":
         return
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])

@@ -210,7 +210,8 @@ def run_card(run: Run, history: History) -> str:
                for segment in [*segments(run.folder)][1:] if segment["step"] <= progress.step]
     settings = [f"{line['name']}={env_value(without_paths(line['name'], line['value']))}"
                 for line in setting_lines(config.public())
-                if line["changed"] and line["name"] not in NOT_IN_RECIPE]
+                if line["changed"] and line["name"] not in NOT_IN_RECIPE
+                and not (line["name"] == "MAX_STEPS" and config.epochs)]  # which follows from EPOCHS
     return card_text(
         metadata, run.folder.name, run=run, config=config, progress=progress, history=history,
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),

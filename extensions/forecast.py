@@ -169,8 +169,12 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     else:
         how = {mark: "memory" in dict(checked.lines[mark]) for mark in ("ok", "warn")}
         fits = "fits" if how["ok"] else "barely fits" if how["warn"] else "is complete"
-        show("Ready to train." if checked.inputs is not None else
-             f"The plan {fits}, but data or a tokenizer is missing.")
+        steps, start = plan.config.max_steps, checked.start
+        if start is not None and start.kind == "continue" and start.is_own and start.step >= steps:
+            show(f"Nothing to do: the run has finished step {start.step:,} of MAX_STEPS={steps}.")
+        else:
+            show("Ready to train." if checked.inputs is not None else
+                 f"The plan {fits}, but data or a tokenizer is missing.")
     for mark in ("FAIL", "warn", "ok"):
         for name, text in checked.lines[mark]:
             show(f"  {mark:<4}  {name}: {text}")
@@ -251,6 +255,9 @@ class Check:
                 if self.tokenizer.byte_lengths is None:
                     text += "; not byte-level, so bits per byte are not measured"
                 self.line("tokenizer", text)
+        if path and not self.tokenizer and not (os.path.exists(path) or glob.glob(path, recursive=True)):
+            with self.entry("data", is_missing(path)):
+                raise DataError(f"{config.training_stage.upper()}_DATA_PATH={path}: no such file or folder")
         if self.tokenizer and path:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
@@ -487,7 +494,8 @@ class Check:
             assumption = f" if each GPU reaches {100 * ASSUMED_SHARE:.0f} % of {peak:g} TFLOP/s ({source})"
             if plan.exchange:
                 assumption += ", and all or none of the communication is hidden (docs/gpus.md)"
-            return line((max(seconds, plan.exchange), seconds + plan.exchange), assumption)
+            offload = "what CPU_OFFLOAD moves and computes, " * config.cpu_offload
+            return line((max(seconds, plan.exchange), seconds + plan.exchange), assumption, offload)
 
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
@@ -645,7 +653,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
     """Return how the forecast fits into `room` bytes, and how it fits with room to spare."""
     ways = [way for share in (1, 1 - TIGHT) if (way := fitting(config, share * room, *known))]
     if ways:
-        spare = f", which is tight. {100 * TIGHT:.0f} % stays free with "
+        spare = f", which is tight. At least {100 * TIGHT:.0f} % stays free with "
         return f"With the same global batch, it would fit with {spare.join(dict.fromkeys(ways))}"
     dtypes = "" if config.lora_enabled else ", WEIGHT_DTYPE=bf16 and OPTIMIZER_DTYPE=bf16"
     adapters = "" if config.lora_enabled else "LORA_ENABLED=true, "

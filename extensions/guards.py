@@ -53,8 +53,13 @@ class Guards(Extension):
         self.first_bad = FirstBad(run.model) if run.config.debug else None
         self.divergence, self.losses = Divergence(), trends()["val_loss"]
         self.evaluations = LogFile(run.folder / "evaluations.jsonl")
-        for line in read_entries(run.folder / "ledger.jsonl") if run.ranks.is_rank0 else ():
+        if not run.ranks.is_rank0:
+            return
+        for line in read_entries(run.folder / "ledger.jsonl"):
             self.divergence.add(line["loss"], line["grad_norm"])
+        devices = [line["device"] for line in read_entries(run.folder / "events.jsonl") if "device" in line]
+        if len({*devices[-2:]}) > 1:  # of this start, and the one before
+            run.log.warn(f"the device was {devices[-2]}, is {devices[-1]}: sums are rounded differently")
 
     def step_begin(self, run: Run) -> None:
         if self.first_bad:  # forget evaluations and fp16 overflows

@@ -445,7 +445,7 @@ def what_follows_a_signal() -> str:
     if ACTIVITY.phase in ("start-up", "reference"):
         return "stopping before the first step; repeat to exit immediately"
     if ACTIVITY.phase in BEFORE_UPDATE:
-        return f"finishing step {ACTIVITY.step}, then saving, if all ranks can; repeat to exit without saving"
+        return f"finishing step {ACTIVITY.step}, then saving; repeat to exit without saving"
     if ACTIVITY.phase == "the end":
         return "everything is saved; closing the logs; repeat to exit immediately"
     return "saving after at most one more step; repeat to exit without saving"

@@ -125,6 +125,15 @@ def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:
             yield str(manifest["tokenizer"]), int(manifest.get("vocab_size", 0))
 
 
+def is_source_of(prepared: Optional[str], path: str) -> bool:
+    """Return whether a prepared set was made from this path alone, which has not changed since."""
+    with suppress(*UNREADABLE):
+        manifest = Path(prepared or "") / "manifest.json"
+        (source,) = read_json(manifest)["source"]["sources"]
+        return os.path.samefile(source["path"], path) and os.stat(path).st_mtime < manifest.stat().st_mtime
+    return False
+
+
 def settings_of_stage(config: Config, decided: Container[str], start: Start
                       ) -> tuple[dict[str, Any], list[str]]:
     """Return the values that the stage implies, and the names of settings that depend on data or hardware.

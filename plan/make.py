@@ -36,6 +36,8 @@ from plan.names import shortened, validate
 from plan.resume_rules import applies, recorded_settings
 from plan.starts import Asked, Known, Start, check_model, find_start, model_of_start
 
+FEW_STEPS = 10
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -135,7 +137,7 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
 
     draft.notes += messages.notes_on_layers(layers, given, environ)
     if complete:
-        draft.notes += messages.notes_on_start(start, config, draft.sources)
+        draft.notes += messages.notes_on_start(start, config)
         if start.kind == "from" and start.folder:
             draft.warnings += check_model(start, config, draft.sources)
     draft.warnings += [*messages.cautions(config, layers, environ, draft.deferred), *missing]
@@ -221,7 +223,9 @@ def keep_record(draft: Draft) -> None:
     if start.kind != "continue":
         return
     used = {name: pair for name, pair in draft.given.items() if applies(name, draft.asked, start)}
-    draft.unused = {name: pair for name, pair in draft.given.items() if name not in used}
+    record = start.state["settings"]
+    draft.unused = {name: pair for name, pair in draft.given.items() if name not in used and not (
+        name.endswith("_data_path") and derived.is_source_of(record.get(name.upper()), pair[0]))}
     draft.given = used
     config, draft.invalid = validate(used)
     draft.recorded, warnings = recorded_settings(config, used, start)
@@ -229,7 +233,7 @@ def keep_record(draft: Draft) -> None:
     if draft.unused:
         files = dict.fromkeys(where.rpartition(":")[0] or where for _, where in draft.unused.values())
         values = ", ".join(f"{name.upper()}={shortened(str(value))}" + name.endswith("_data_path")
-                           * f" (it reads {start.state['settings'].get(name.upper())})"
+                           * f" (it reads {record.get(name.upper())})"
                            for name, (value, _) in draft.unused.items())
         draft.notes.append(f"Not used from {' and '.join(files)}, because a flag would be needed to change a "
                            f"run that has started (for a new run, set another RUN_NAME): {values}")
@@ -285,8 +289,11 @@ def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:
         chosen = derived.settings_of_data(config, rows, deferred)
         also = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
         text = messages.assigned(chosen)
-        plan = plan.changed([f"The {counted(rows, 'training row')}{also} set {text}"] if text else [],
-                            **chosen)
+        notes = [f"The {counted(rows, 'training row')}{also} set {text}"] if text else []
+        if chosen.get("max_steps", FEW_STEPS) < FEW_STEPS and (where := plan.sources.get("total_batch_size")):
+            notes.append(f"TOTAL_BATCH_SIZE={config.total_batch_size} ({where}) makes this only "
+                         f"{counted(chosen['max_steps'], 'step')}; a smaller batch makes more")
+        plan = plan.changed(notes, **chosen)
         if conflicts := [*batch_rules(plan.config), *messages.no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)
     is_small = config.matrix_count < derived.SMALL_MODEL and config.activation_checkpointing != "selective"

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.text import command, without_passwords
 from config import EXTENSION_SECTIONS, KIND_OF_STAGE, SECTIONS, SETTINGS_OF_EXTENSIONS, Config, on_resume
-from plan.layers import PRESETS_DIR, Layer, Values, exported
+from plan.layers import LENGTH, PRESETS_DIR, Layer, Values, exported
 from plan.names import assignments, misspelled, shortened
 from plan.starts import Start
 
@@ -28,6 +28,13 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
                       if where == "environment" and name != "world_size"]  # set by torchrun
     if in_environment:
         yield f"From the environment: {', '.join(in_environment)}"
+    by_file: dict[str, list[str]] = {}  # a file may be meant for another stage
+    for name, (value, where) in given.items():
+        file, _, line = where.rpartition(":")
+        trains = name in LENGTH or on_resume(name) != "safe"
+        if trains and line.isdigit() and not file.startswith(str(PRESETS_DIR)):
+            by_file.setdefault(file, []).append(f"{name.upper()}={shortened(str(value))}")
+    yield from (f"From {file}: {', '.join(values)}" for file, values in by_file.items())
     for where, same in ((".env", True), ("the environment, which overrides .env", False)):
         names = [name for name, value in exported(layer for layer in layers if layer.is_env).items()
                  if (environ.get(name, value) == value) is same]
@@ -35,7 +42,7 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def notes_on_start(start: Start, config: Config, sources: Mapping[str, str] = {}) -> Iterator[str]:
+def notes_on_start(start: Start, config: Config) -> Iterator[str]:
     """Yield from which step, or from which weights, the run starts."""
     where = "" if start.is_own else f" of {start.folder}"
     if start.kind == "continue" and not start.is_own and config.start_step is not None:
@@ -43,10 +50,7 @@ def notes_on_start(start: Start, config: Config, sources: Mapping[str, str] = {}
     elif start.kind == "continue":
         yield f"resuming after step {start.step}{where}"
     elif start.folder:
-        where = sources.get("learning_rate", "")  # one in `.env` may be meant for another stage
-        is_of_file = ":" in where and not where.startswith(str(PRESETS_DIR))
-        rate = f", with LEARNING_RATE={config.learning_rate:g} ({where})" * is_of_file
-        yield f"weights from {start.folder}; optimizer, schedule and step restart{rate}"
+        yield f"weights from {start.folder}; optimizer, schedule and step restart"
 
 
 def no_step_left(start: Start, config: Config) -> Iterator[str]:

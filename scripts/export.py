@@ -156,6 +156,7 @@ def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
 def main() -> None:
     args = parse_args()
     from checkpoint.store import MANIFEST, OPTIMIZER, STATE, verify_model
+    from extensions.card import read_card
     from extensions.inference.weights import find_model
     from plan.command_line import export
     from plan.make import make_plan
@@ -169,6 +170,7 @@ def main() -> None:
     if pickled := [name for name in files if name.endswith((".bin", ".pt", ".pth", ".distcp"))]:
         show(f"Leaving out pickled files of another trainer: {', '.join(pickled)}")
         files = [name for name in files if name not in pickled]
+    script = f"scripts/{'chat' if 'apply_chat_template' in read_card(folder) else 'generate'}.py"
     weights = cast_weights(folder, files, args.dtype)
     sizes = {name: (folder / name).stat().st_size for name in files
              if not (weights and name.endswith(".safetensors"))}
@@ -187,12 +189,11 @@ def main() -> None:
                 copy_model(folder, sizes, Path(place) / folder.name, weights)
                 folder = Path(place) / folder.name
             url = upload(folder, [*sizes], args.repo, args.public)
-        return show(f"Uploaded: {url}",
-                    f"Generate text with it: {command('scripts/generate.py', args.repo)}")
+        return show(f"Uploaded: {url}", f"Try it: {command(script, args.repo)}")
     copy_model(folder, sizes, args.output.expanduser(), weights)
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
     show(f"Exported to {args.output} ({kind}, {counted(len(sizes), 'file')}).",
-         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
+         f"Try it: {command(script, args.output.expanduser())}")
 
 
 if __name__ == "__main__":

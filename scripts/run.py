@@ -52,7 +52,7 @@ downloads no data. --world-size N plans for N ranks.
 
 All flags of ./paddock train apply (`./paddock train --help`).
 """
-DEMO_HELP = """Train a small model on the embedded sample, with a report: 34 s on two CPU cores.
+DEMO_HELP = """Train a small model on the embedded sample, with a report: 34 s on two idle CPU cores.
 
     ./paddock demo
     ./paddock demo --max-steps 100 --run-name short
@@ -61,9 +61,9 @@ The first run creates the sample, short stories made from templates, in data/sam
 --preset sample, so all flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take 34 s on two CPU "
-    "cores. Evaluations during training ask the model which of four endings fits an unseen story (chance is "
-    "25 %).")
+    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take 34 s on two "
+    "idle CPU cores. Evaluations during training ask the model which of four endings fits an unseen story "
+    "(chance is 25 %).")
 SAMPLE = "data/sample/"
 
 
@@ -166,7 +166,9 @@ def main() -> None:
         choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
-        if values["preset"] == "sample" and values.get("training_stage", "pretrain") == "pretrain":
+        name = values.get("run_name")
+        is_new = not (name and Path(values.get("output_dir", "runs"), name).exists())
+        if is_new and values["preset"] == "sample" and values.get("training_stage", "pretrain") == "pretrain":
             show(SAMPLE_TEXT)
         if code := subprocess.run([sys.executable, str(ROOT / "scripts/make_sample.py")]).returncode:
             raise SystemExit(code)

@@ -68,7 +68,8 @@ def verify(folder: Path, model_only: bool) -> bool:
     if bad and not {*bad} - {*RESUME_FILES}:
         show("The model's files are intact, but files needed to resume are not (--model-only skips them).")
     loss = manifest.get("val_loss")
-    show(f"  step {manifest['step']:,}" + (f", validation loss {loss:.3f}" if loss is not None else ""))
+    if manifest["step"]:  # an exported model has none
+        show(f"  step {manifest['step']:,}" + (f", validation loss {loss:.3f}" if loss is not None else ""))
     same = step_log_is_same(folder, manifest["step"])
     if same is not None:
         show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, which "

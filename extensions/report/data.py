@@ -230,7 +230,7 @@ class RunReader:
 
     def _read_settings(self) -> None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} does not exist; name the folder of a run")
+            raise CheckpointError(f"{self.folder} is not a run; {PROGRAM} runs lists the runs")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")

@@ -71,7 +71,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     is_few = trend is not None and trend.last is not None and trend.last.number < FEWEST
     if is_few and measured[0] == main.curve:
         items = counted(trend.last.number, trend.last.kind.removesuffix("s"))
-        outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST})"
+        outcome, proof = "few", f" ({items} held out; a verdict needs {FEWEST}: raise VALIDATION_FRACTION)"
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
     last_text = number_text(last, None, main.percent)

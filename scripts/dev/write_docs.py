@@ -30,14 +30,13 @@ SET_FIRST = ("PRESET", "RUN_NAME", "TRAINING_STAGE", "PRETRAIN_DATA_PATH", "TOKE
 
 
 def env_example() -> str:
-    lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
-             "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS is",
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. MAX_STEPS is",
              "# --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
              "# libraries (HF_TOKEN, WANDB_API_KEY, CUDA_VISIBLE_DEVICES, ...) may be set here too.",
              "#",
-             "# Three rules: flags and the process environment apply to this start. A run's record is",
-             "# next, --config, .env and presets follow, and defaults are last. When a run resumes, safe",
-             "# settings, MAX_STEPS and EPOCHS still come from here; other ones only from flags.",
+             "# Flags come first, then the environment, --config, --preset, this file, presets that this",
+             "# file names, and defaults. A run that resumes keeps its recorded settings: safe ones,",
+             "# MAX_STEPS and EPOCHS still come from here, others only from flags and the environment.",
              "", "", "# What most runs set"]
     first = sorted((line for line in describe_settings() if line.name in SET_FIRST),
                    key=lambda line: SET_FIRST.index(line.name))

@@ -36,6 +36,7 @@ from extensions.reproducible import HEADROOM_BITS, ReproducibleReducer, row_sums
 from learn.objectives import LossSum, NextToken
 from model import Dropout, choose_masks
 from model_kernels.head import IGNORE_INDEX
+from model_utils import make_deterministic
 from parallel.ranks import Ranks
 from train import accumulate_gradients
 
@@ -122,6 +123,18 @@ def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_th
         accumulate_gradients(run, reducer, [batch] * count)
     choose_masks(model, config.seed, 3, 0, 8)
     assert torch.equal(torch.cat(drawn), model[1](torch.ones(8, 8, 16)))
+
+
+def test_a_rank_computes_with_one_thread():
+    """A kernel may divide its sums by the number of threads, as bf16 matmuls do on CPUs with AMX."""
+    before = torch.get_num_threads()
+    try:
+        for reproducible, threads in ((False, 2), (True, 1)):
+            torch.set_num_threads(2)
+            make_deterministic(Config(reproducible=reproducible, world_size=1), "cpu")
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_sum_is_the_exact_one_rounded_once():

@@ -29,8 +29,8 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
 
 
 @pytest.mark.parametrize(("number", "phase", "output"), [
-    (signal.SIGINT, "backward", "Ctrl-C: finishing step 7, then saving, if all ranks can; repeat to exit without saving\n"),
-    (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving, if all ranks can; repeat to exit without saving\n"),
+    (signal.SIGINT, "backward", "Ctrl-C: finishing step 7, then saving; repeat to exit without saving\n"),
+    (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; repeat to exit without saving\n"),
     (signal.SIGUSR1, "validation", "SIGUSR1: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "save", "SIGTERM: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "reference", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),

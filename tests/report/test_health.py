@@ -87,9 +87,9 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
         assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
     values, followed = measured(0.0, 1.0, metric="preferred", n=1)
     assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (
-        None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (1 chat held out; a verdict needs 10).")
-    for n, good, word, proof in ((2, None, "Too few to tell", "(2 chats held out; a verdict needs 10)."),
-                                 (9, None, "Too few to tell", "(9 chats held out; a verdict needs 10)."), (10, False, "Did not learn", "paired over 10 chats).")):
+        None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (1 chat held out; a verdict needs 10: raise VALIDATION_FRACTION).")
+    for n, good, word, proof in ((2, None, "Too few to tell", "(2 chats held out; a verdict needs 10: raise VALIDATION_FRACTION)."),
+                                 (9, None, "Too few to tell", "(9 chats held out; a verdict needs 10: raise VALIDATION_FRACTION)."), (10, False, "Did not learn", "paired over 10 chats).")):
         values, followed = measured(6.63, 6.52, noise=0.2, n=n)
         good_now, text = next(learning(values, "finished", (), "", LOSS, followed))
         assert (good_now, text.split(":")[0]) == (good, word) and text.endswith(proof)

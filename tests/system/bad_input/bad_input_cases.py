@@ -392,7 +392,7 @@ FLAGS = [Case(f"flags-of-{Path(command.split()[0]).stem}-{number}", f"scripts/{c
     ("chat.py model --port 1", 2, "--port requires --serve"), ("chat.py model model --serve", 2, "must be different"),
     ("chat.py model --serve --seed 1", 2, "--seed applies only in the terminal"),
     ("chat.py model --serve --api-key", 2, "PADDOCK_API_KEY"), ("chat.py model --top-p 0", 2, "--top-p: expected a number above 0"),
-    ("report.py nosuch", 5, "nosuch does not exist; name the folder of a run"),
+    ("report.py nosuch", 5, "nosuch is not a run; "),
     ("report.py --serve --output x", 2, "writes no file"),
     ("inspect_data.py nothing-there", 3, "nothing-there: no such folder"), ("inspect_data.py", 2, "either a FOLDER or --list"),
     ("inspect_data.py --list model", 3, "contains no prepared data"), ("inspect_data.py x --bacth 3", 2, "did you mean --batch"),
