@@ -291,6 +291,9 @@ def data_sets(run: Run) -> Iterator[dict[str, Any]]:
         folder = source.token_set.folder
         manifest = folder / (DATA_MANIFEST if rows.mixing.is_complete else JOURNAL)
         documents, made, hub_name = made_from(manifest)
+        if source.example_set:  # those that the run could not use
+            lost = {"left out": source.left_out, "cut": source.truncated}
+            documents += "".join(f", {number:,} {how}" for how, number in lost.items() if number)
         yield entry | {"documents": documents, "tokens": source.token_set.tokens, "made_from": made,
                        "fingerprint": source.fingerprint, "hub_name": hub_name}
 
