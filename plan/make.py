@@ -36,8 +36,6 @@ from plan.names import shortened, validate
 from plan.resume_rules import applies, recorded_settings
 from plan.starts import Asked, Known, Start, check_model, find_start, model_of_start
 
-FEW_STEPS = 10
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -290,7 +288,7 @@ def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:
         also = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
         text = messages.assigned(chosen)
         notes = [f"The {counted(rows, 'training row')}{also} set {text}"] if text else []
-        if chosen.get("max_steps", FEW_STEPS) < FEW_STEPS and (where := plan.sources.get("total_batch_size")):
+        if chosen.get("max_steps", 10) < 10 and (where := plan.sources.get("total_batch_size")):
             notes.append(f"TOTAL_BATCH_SIZE={config.total_batch_size} ({where}) makes this only "
                          f"{counted(chosen['max_steps'], 'step')}; a smaller batch makes more")
         plan = plan.changed(notes, **chosen)

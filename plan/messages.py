@@ -23,18 +23,15 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
                       map(str, layers[0].values.get(name, (value,))))]
     if overridden:
         yield f"From the preset, which overrides .env: {', '.join(overridden)}"
-    in_environment = [f"{name.upper()}={shortened(without_passwords(value))}"
-                      for name, (value, where) in given.items()
-                      if where == "environment" and name != "world_size"]  # set by torchrun
-    if in_environment:
-        yield f"From the environment: {', '.join(in_environment)}"
-    by_file: dict[str, list[str]] = {}  # a file may be meant for another stage
+    places: dict[str, list[str]] = {}  # a file may be meant for another stage
     for name, (value, where) in given.items():
         file, _, line = where.rpartition(":")
         trains = name in LENGTH or on_resume(name) != "safe"
-        if trains and line.isdigit() and not file.startswith(str(PRESETS_DIR)):
-            by_file.setdefault(file, []).append(f"{name.upper()}={shortened(str(value))}")
-    yield from (f"From {file}: {', '.join(values)}" for file, values in by_file.items())
+        if (where == "environment" and name != "world_size"  # set by torchrun
+                or trains and line.isdigit() and not file.startswith(str(PRESETS_DIR))):
+            shown = f"{name.upper()}={shortened(without_passwords(str(value)))}"
+            places.setdefault(file or "the environment", []).append(shown)
+    yield from (f"From {place}: {', '.join(values)}" for place, values in places.items())
     for where, same in ((".env", True), ("the environment, which overrides .env", False)):
         names = [name for name, value in exported(layer for layer in layers if layer.is_env).items()
                  if (environ.get(name, value) == value) is same]

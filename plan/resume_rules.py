@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.errors import CheckpointError
 from common.remote import is_hub_name
@@ -78,15 +78,9 @@ def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict
             for name, value in values.items() if name not in invalid}, warnings
 
 
-class Changes(NamedTuple):
-    """Messages about changed settings."""
-
-    notes: list[str]
-    warnings: list[str]
-
-
-def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]) -> Changes:
-    """Compare the settings and inputs of a plan that continues with its checkpoint's trainer state."""
+def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]
+                  ) -> tuple[list[str], list[str]]:
+    """Compare a plan that continues with its checkpoint's trainer state; return notes and warnings."""
     config, sources, start = plan.config, plan.sources, plan.start
     now = config.public() | now_identity
     # A setting that was not recorded, as of an extension that was not there, had its default.
@@ -141,7 +135,7 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
     if state["world_size"] != config.world_size and not config.reproducible:
         warnings.append(f"the number of ranks was {state['world_size']}, is {config.world_size}: each step "
                         f"reads the same rows, but sums are rounded in a different order")
-    return Changes(notes, warnings)
+    return notes, warnings
 
 
 def cannot_be_allowed(name: str) -> bool:

@@ -215,9 +215,9 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
         identities["teacher"] = distillation.teacher_of(plan, tokenizer)
     plan = replace(plan, start=start, identities=identities)
     if start.kind == "continue":
-        changes = check_changes(start.state, plan, inputs.identity(
-            config, plan, start.state["identity"]))
-        messages, warnings = messages + changes.notes, warnings + changes.warnings
+        identity = inputs.identity(config, plan, start.state["identity"])
+        changes, risks = check_changes(start.state, plan, identity)
+        messages, warnings = messages + changes, warnings + risks
     elif config.resume == "auto" and (earlier := earlier_runs(run_dir)) and start.kind == "new":
         warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this run "
                         "starts from the beginning; to resume the earlier one, set "

@@ -16,7 +16,7 @@ from config import Config, on_resume
 from extensions.settings import OnlineConfig
 from plan.identity import weights_sha256
 from plan.make import Plan
-from plan.resume_rules import Changes, check_changes
+from plan.resume_rules import check_changes
 from plan.starts import Start
 from run.run import Inputs
 
@@ -29,12 +29,12 @@ def identity(config: Config, data: str, tokenizer: str) -> dict:
     return Inputs.identity(SimpleNamespace(rows=SimpleNamespace(fingerprint=data), tokenizer=tokenizer), config)
 
 
-def compared(state: dict, now: Config, now_identity: dict, sources: Mapping | None = None, **start) -> Changes:
+def compared(state: dict, now: Config, now_identity: dict, sources: Mapping | None = None, **start) -> tuple[list[str], list[str]]:
     plan = Plan(now, sources or {}, Start("continue", str(CHECKPOINT), **{"is_own": True, "step": 4} | start))
     return check_changes(state, plan, now_identity)
 
 
-def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data"), **start) -> Changes:
+def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data"), **start) -> tuple[list[str], list[str]]:
     state = {"settings": before.public(), "identity": identity(before, data[0], "tokenizer"), "world_size": 1}
     return compared(state, now, identity(now, data[1], "tokenizer"), **start)
 
@@ -70,7 +70,7 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
         return
     result = changes(before, now)
     kind = "safe" if kind == "content" else kind  # by its path, since the content is the same
-    lines = {"safe": result.notes, "curve": result.warnings}
+    lines = dict(zip(("safe", "curve"), result))
     silent = name in ("preset", "resume", "run_name", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
@@ -85,7 +85,7 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
 def test_recorded_settings_that_no_longer_exist_are_reported_in_one_line(recorded, words, monkeypatch):
     monkeypatch.setattr("plan.resume_rules.EXTENSION_SECTIONS", {})
     state = {"settings": Config().public() | recorded, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
-    warnings = compared(state, Config(), identity(Config(), "data", "tokenizer")).warnings
+    warnings = compared(state, Config(), identity(Config(), "data", "tokenizer"))[1]
     assert len(warnings) == (words is not None) and (not words or warnings[0].startswith(words))
 
 
@@ -95,7 +95,7 @@ def test_what_is_refused_can_be_allowed_by_name_and_only_so():
         changes(Config(), Config(**now))
     with pytest.raises(CheckpointError, match="DOCUMENT_MASK was true, is false. .*ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
         changes(Config(), Config(**now, allow_resume_mismatch="SEED"))
-    (warning,) = changes(Config(), Config(**now, allow_resume_mismatch="seed, DOCUMENT_MASK")).warnings
+    (warning,) = changes(Config(), Config(**now, allow_resume_mismatch="seed, DOCUMENT_MASK"))[1]
     assert "DOCUMENT_MASK was true, is false" in warning and "SEED was 1337, is 1" in warning
 
 
@@ -108,9 +108,9 @@ def test_what_has_another_shape_cannot_be_allowed(now):
 
 
 def test_another_number_of_ranks_is_a_warning_and_of_a_reproducible_run_none():
-    (warning,) = changes(Config(), Config(world_size=2)).warnings
+    (warning,) = changes(Config(), Config(world_size=2))[1]
     assert "the number of ranks was 1, is 2" in warning
-    assert changes(Config(reproducible=True), Config(reproducible=True, world_size=3, sharding="full")).warnings == []
+    assert changes(Config(reproducible=True), Config(reproducible=True, world_size=3, sharding="full"))[1] == []
     with pytest.raises(CheckpointError, match="MICRO_BATCH_SIZE was 8, is 4"):
         changes(Config(reproducible=True), Config(reproducible=True, micro_batch_size=4))
 
