@@ -143,6 +143,29 @@ def browser():
         browser.close()
 
 
+@pytest.fixture
+def open_page(browser):
+    """A function that opens a page; the test fails at its end if a page complained, or asked for something elsewhere."""
+    pages = []
+
+    def open_page(url: str, width: int = 1440, scheme: str = "light", height: int = 900, heard: tuple[str, ...] = ()):
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
+        page.heard, page.expected = [], (url.rpartition("/")[0], "data:", *heard)
+        page.on("console", lambda message: page.heard.append(message.text))
+        page.on("pageerror", lambda error: page.heard.append(str(error)))
+        page.on("request", lambda request: page.heard.append(request.url))
+        page.set_default_timeout(120_000)
+        page.goto(url)
+        pages.append(page)
+        return page
+
+    yield open_page
+    heard = [each for page in pages for each in page.heard if not each.startswith(page.expected)]
+    for page in pages:
+        page.close()
+    assert heard == []
+
+
 @pytest.fixture(scope="session")
 def violations():
     """A function that returns what axe-core finds wrong with a page, and where."""

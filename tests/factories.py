@@ -1,5 +1,6 @@
 """Tiny data, batches, models and runs; and ranks as real processes that tests can signal, kill and give faults."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -37,7 +38,7 @@ from learn.optim import Optimizer, make_reducer
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
 from parallel.fsdp import local_rows
-from parallel.ranks import Ranks, meeting
+from parallel.ranks import Ranks
 from plan.command_line import plan_on_rank0
 from plan.make import make_plan
 from run import folder as run_folder
@@ -70,13 +71,6 @@ class Prepared(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
-
-
-@contextlib.contextmanager
-def joined_ranks(device_type: str, timeout_seconds: float):
-    """A `with` block in a process group."""
-    with meeting(lambda: {"device": device_type, "timeout": timeout_seconds}) as (ranks, _):
-        yield ranks
 
 
 def sentence(rng: Random) -> str:
@@ -328,6 +322,16 @@ def contents(folder: Path) -> dict[str, tuple[int, Optional[bytes]]]:
     """Every path in a folder with the time of its last change and, of a file, its content; the run's lock left out."""
     return {str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
             for path in sorted(folder.rglob("*")) if path.name != run_folder.LOCK}
+
+
+def rules_of_policy(policy: str, page: str) -> dict[str, str]:
+    """The rules of a Content-Security-Policy, without those of scripts and styles, which must allow the page's own and nothing else."""
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for rule, tag in (("script-src", "script"), ("style-src", "style")):
+        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline]
+        assert rules.pop(rule).split() == hashes
+    return rules
 
 
 def flip_bit(path: Path, position: int = -1) -> None:

@@ -98,7 +98,7 @@ def test_the_rank_correlation_is_that_of_scipy():
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
-def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser, violations, tmp_path):
+def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(open_page, violations, tmp_path):
     share = {"a": "the run", "b": "the other arm", "step": 6, "n": 120, "better": "a", "p": 1e-5, "stderr": 0.041}
     data = {"title": "first and its other arm", "first": 3, "parted": 3, "fields": ["loss", "tensors"], "fork": 2, "settings": {},
             "left_out": "2 of 107 examples (2.3 % of the tokens)", "selectors": ["find " + HOSTILE], "examples": [HOSTILE],
@@ -108,10 +108,7 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
             "tests": [share | {"name": "noah accuracy", "a_value": 1.0, "b_value": 0.283, "difference": -0.717}],
             "seeds": [{"name": "noah accuracy at step 6", "runs": [1.0, 1.0], "arms": [0.25, 0.35], "spread": 0.0, "difference": -0.7,
                        "sentence": "the run is better than the other arm by 70.0 ± 9.0 points"}], "answer": HOSTILE, "prompts": [{"prompt": HOSTILE, "run": "red", "without": "blue"}]}
-    page, errors = browser.new_page(), []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text))
-    page.goto(without.write_page(tmp_path / "page.html", data).as_uri())
+    page = open_page(without.write_page(tmp_path / "page.html", data).as_uri())
     text = page.inner_text("main")
     for words in ("2 of 107 examples", "continues the checkpoint of step 2", "The first step that differs is 3, by loss, tensors",
                   "100.0 %\t28.3 %\t−71.7 ± 4.1 points\t< 0.0001\t120", "25.0 %, 35.0 %\t0.0 %\t−70.0 points\tthe run is better than the other arm by 70.0 ± 9.0 points",
@@ -119,5 +116,4 @@ def test_the_page_shows_its_data_in_a_browser_and_interprets_none_of_it(browser,
         assert words in text, f"{words!r} is not in {text}"
     assert text.split("\n\n")[1] == HOSTILE, "it begins with the result"
     assert page.evaluate("groups.get('steps').charts.map((chart) => chart.lines.length)") == [4] and page.locator("img").count() == 0
-    assert errors == [] and violations(page) == []
-    page.close()
+    assert violations(page) == []

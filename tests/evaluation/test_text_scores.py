@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from factories import checkpoint_without_weights, joined_ranks, without_clocks, write_jsonl
+from factories import checkpoint_without_weights, without_clocks, write_jsonl
 
 from common.errors import SettingsError
 from data_pipeline.templates import load_chat_format
@@ -19,7 +19,7 @@ from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
 from extensions.report.console import describe_data
 from extensions.report.items import read_item_scores, unpacked_bits
-from parallel.ranks import RunContext, StopSignals
+from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.layers import read_flags
 from plan.make import make_plan
 from tokenizer import load_tokenizer
@@ -50,7 +50,6 @@ def test_exact_match_and_means_with_their_errors():
 @pytest.mark.parametrize("answers, references, tokenizer", [
     (["今天天气很好，我们去公园吧。", "他不喜欢吃鱼"], ["今天的天气很好，我们去公园玩。", "他不喜欢吃鱼。"], "zh"),
     (["きょうはいい天気ですね。", "魚は食べません"], ["きょうは天気がいいですね。", "魚は食べませんよ"], "char"),
-    (["วันนี้อากาศดีมาก"], ["วันนี้อากาศดี"], "char"),
     (["Сегодня хорошая погода, идём в парк", "Он не любит рыбу."], ["Сегодня очень хорошая погода, идём в парк", "Он не любит рыбу."], "13a"),
     (["We met 王先生 in the park today, and went home"], ["We met 王先生 in the park, and then went home"], "13a")])
 def test_scores_of_other_scripts_compare_their_words(answers, references, tokenizer):
@@ -77,9 +76,7 @@ HEADER, WORDS = "<|start_header_id|>assistant<|end_header_id|>\n\n", "{{ m.conte
 
 
 @pytest.mark.parametrize("answer, between", [
-    (HEADER + "{% generation %}" + WORDS + "{% endgeneration %}\n", "\n"), (HEADER + "{% generation %}" + WORDS + "\n{% endgeneration %}", "\n"),
-    ("{% generation %}" + HEADER + WORDS + "{% endgeneration %}\n", "\n"), ("{% generation %}" + HEADER + WORDS + "{% endgeneration %}", ""),
-    ("<|start_header_id|>{% generation %}" + HEADER[19:] + WORDS + "\n{% endgeneration %}", "\n")])
+    (HEADER + "{% generation %}" + WORDS + "\n{% endgeneration %}", "\n"), ("{% generation %}" + HEADER + WORDS + "{% endgeneration %}", "")])
 def test_what_is_asked_and_compared_does_not_depend_on_what_a_template_marks(answer, between, stages, prepared, tmp_path):
     folder, records = tmp_path / "marked", [json.loads(line) for line in (stages.chats.parents[1] / "chats.jsonl").read_text().splitlines()]
     folder.mkdir()
@@ -119,22 +116,15 @@ def scores(tmp_path, monkeypatch):
     evaluate.function_of.cache_clear()
 
 
-def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path, capsys):
+def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path):
     run = stages.run("sft", tmp_path, **GENERATION).trained()
     config = settings_for(run.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
-    with joined_ranks("cpu", 10) as ranks:
-        opened = open_model(run.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
-        measured = evaluate.generation(opened, opened.extensions[0].held_out)
+    opened = open_model(run.checkpoint(0), config, None, RunContext(Ranks(), StopSignals(), SimpleNamespace(info=print, warn=print)))
+    measured = evaluate.generation(opened, opened.extensions[0].held_out)
     scored = [sum(map(ord, text["answer"])) / len(text["prompt"]) for text in measured.line["texts"]]
     names = "generation_letters", "generation_letters_stderr"
     mean, error = (measured.metrics[name] for name in names)
     assert len(scored) == 4 and min(scored) > 0 and mean > 0 and error > 0 and "letters" in [row.metric for row in measured.table]
-    for length in (40, 1024):  # all chats have more tokens, or fewer
-        capsys.readouterr()
-        with joined_ranks("cpu", 10) as ranks:
-            changed = config.model_copy(update={"max_seq_len": length, "validate_every": 1})
-            open_model(run.checkpoint(0), changed, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
-        assert bool(re.search(r"Held-out data: .*[1-9]\d* cut to MAX_SEQ_LEN=40", capsys.readouterr().out)) == (length == 40)
     pairs = ("ab", "x", "b"), ("ab", "b", "b"), ("ab", "b", "c")
     assert evaluate.own_score("scores:same", *zip(*pairs))["generation_same"] == pytest.approx(1 / 3)
 

@@ -71,11 +71,8 @@ def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, c
     assert run.train() == 0
     saved = sum(tensor.nbytes for file in run.checkpoint(1).glob("*.safetensors") for tensor in load_file(file).values())
     assert plan.checkpoint_bytes == pytest.approx(saved, rel=0.02)
-    if mode == "lora-sft":
-        assert "<|eot_id|>" in texts["first row"].rpartition("assistant")[2], "the end of an answer, which is only a target"
     step = run.metrics()[-1]
     assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
-    assert texts["length"].startswith("768 tokens") and texts["length"].endswith(f"; {plan.needed:.2e} FLOPs")
     assert ("Chinchilla" in texts["length"]) == (mode == "distilled"), "it is about random weights and all of them"
     if mode == "lora-sft":
         for length, lost in ((96, True), (512, False)):

@@ -1,13 +1,12 @@
 """The page of a report: what it may do, and, in a browser, what it shows."""
 
-import base64
 import hashlib
 import html
 import json
 import re
 
 import pytest
-from factories import SMALL_TARGETS
+from factories import SMALL_TARGETS, rules_of_policy
 
 from extensions.report.numbers import number_text
 from extensions.report.page import ASSETS, render
@@ -78,11 +77,7 @@ def embedded(page: str) -> str:
 def test_the_policy_allows_these_scripts_and_styles_and_nothing_else(live):
     page = render(report(run()), live)
     policy = html.unescape(re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1])
-    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
-    for rule, tag in (("script-src", "script"), ("style-src", "style")):
-        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline]
-        assert rules.pop(rule).split() == hashes
+    rules = rules_of_policy(policy, page)
     assert rules.pop("connect-src") == ("'self'" if live else "'none'")
     assert rules == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
 
@@ -106,32 +101,14 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-@pytest.fixture(scope="module")
-def tab(browser):
-    """A page with a list of what it complained of and asked for; one for all tests, which saves seconds."""
-    page = browser.new_page(reduced_motion="reduce")
-    page.heard = []
-    page.on("console", lambda message: page.heard.append(message.text))
-    page.on("pageerror", lambda error: page.heard.append(str(error)))
-    page.on("request", lambda request: page.heard.append(request.url))
-    return page
-
-
 @pytest.fixture
-def show(tab, tmp_path):
-    """Open the page of a report; it fails at the end if the page asked for something or complained."""
-    tab.heard.clear()
+def show(open_page, tmp_path):
+    """A function that opens the page of a report."""
+    def show(data: dict, width: int = 1440, scheme: str = "light"):
+        (tmp_path / "report.html").write_text(render(data), encoding="utf-8")
+        return open_page((tmp_path / "report.html").as_uri(), width, scheme)
 
-    def open_page(data: dict, width: int = 1440, scheme: str = "light"):
-        path = tmp_path / "report.html"
-        path.write_text(render(data), encoding="utf-8")
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.emulate_media(color_scheme=scheme)
-        tab.goto(path.as_uri())
-        return tab
-
-    yield open_page
-    assert {each for each in tab.heard if not each.startswith(("file:", "data:"))} == set()
+    return show
 
 
 def spoken(page, chart: str) -> str:
@@ -194,7 +171,7 @@ def test_axe_finds_nothing_and_the_page_fits_a_phone_and_a_desktop(show, violati
     data = {390: report(failed_run()), 1440: report(run("a" * 80), run("second"))}[width]
     for each in data["runs"]:  # axe looks at each cell of the tables: a few rows will do
         each["curves"] = {name: {axis: values[-9:] for axis, values in found.items()} for name, found in each["curves"].items()}
-    page = show(data, width, scheme=scheme)
+    page = show(data, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width and page.evaluate(SMALL_TARGETS) == []
     assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100") == (scheme == "dark")
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")

@@ -43,15 +43,11 @@ def logged(run, step: int) -> dict:
 def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, capsys):
     found = evaluate(whole.checkpoint(6), output=tmp_path / "found.json")
     assert found == {"model": str(whole.checkpoint(6)), "step": 6, "metrics": logged(whole, 6)}
-    heading, *table = capsys.readouterr().out.splitlines()
+    heading, _, *table = capsys.readouterr().out.splitlines()
     assert heading == f"{whole.checkpoint(6)} (step 6), float32 on cpu, 32 tokens at a time"
-    assert table[0].split() == ["metric", "value", "chance", "n"]
-    metrics, documents = found["metrics"], len(next(read_item_scores(whole.folder / "evaluations.jsonl")).scores["loss"])
-    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.3f}", "±", f"{metrics['val_loss_stderr']:.3f}", str(documents)]
-    share, error = (f"{100 * metrics[f'hellaswag_{name}']:.1f}" for name in ("acc", "stderr"))
-    assert table[4].split() == ["HellaSwag", "accuracy", share, "±", error, "%", "25.0", "%", "10"]
-    assert table[5].split()[1:4] == ["accuracy", "(per", "length)"] and table[-1] == "± is one standard error, over the n items."
-    assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
+    share, error = (f"{100 * found['metrics'][f'hellaswag_{name}']:.1f}" for name in ("acc", "stderr"))
+    assert table[3].split() == ["HellaSwag", "accuracy", share, "±", error, "%", "25.0", "%", "10"]
+    assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == found["metrics"], "the newest of the run"
 
 
 def test_a_set_that_the_run_names_is_evaluated_although_the_run_did_not(tiny_run, prepared, tmp_path):
@@ -80,11 +76,8 @@ def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, ca
     expected = compare_items(before["loss"], after["loss"], after["count"])
     assert found["tests"]["validation loss"] == pytest.approx(expected._asdict())
     assert (found["before"]["step"], found["step"], found["metrics"]) == (2, 6, logged(whole, 6))
-    assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"}
-    assert lines[1].split() == ["metric", "before", "after", "difference", "p", "n"]
-    loss = lines[2].split()
-    assert loss[:4] == ["validation", "loss", f"{expected.a:.3f}", f"{expected.b:.3f}"] and loss[-1] == f"{expected.n:,}"
-    assert [line.split(":")[0] for line in lines[-3:]] == ["prompt", "before", "after"] and len(found["answers"]) == 1
+    assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"} and len(found["answers"]) == 1
+    assert lines[2].split()[:4] == ["validation", "loss", f"{expected.a:.3f}", f"{expected.b:.3f}"]
     for wrong in ((whole.folder,) * 3, (whole.folder, whole.folder, "--tasks", "x")):
         with pytest.raises(SystemExit):
             call(*wrong)

@@ -1,13 +1,11 @@
 """The chat page: what it may do, and, in a browser, what a person can do with it, whatever the server does."""
 
-import base64
-import hashlib
 import json
 import re
 from contextlib import contextmanager
 
 import pytest
-from factories import SMALL_TARGETS, wait_until
+from factories import SMALL_TARGETS, rules_of_policy, wait_until
 from stub_server import StubServer, model
 
 from data_pipeline.chats import chats_of, pair_of
@@ -18,24 +16,16 @@ ERRORS = "Failed to load resource"  # what Chromium writes to the console for a 
 
 
 def test_the_policy_allows_this_script_and_style_and_nothing_else():
-    rules = dict(rule.strip().split(" ", 1) for rule in CONTENT_SECURITY_POLICY.split(";"))
-    for rule, tag in (("script-src", "script"), ("style-src", "style")):
-        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-        assert [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline] == [rules.pop(rule)]
+    rules = rules_of_policy(CONTENT_SECURITY_POLICY, PAGE)
     assert rules == {"default-src": "'none'", "img-src": "data:", "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
                      "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'"}
 
 
 class Chat:
-    """The page in a window of its own, and what it complained of and asked for."""
+    """The page in a browser."""
 
-    def __init__(self, page, url: str):
-        self.page, self.heard = page, []
-        page.set_default_timeout(120_000)
-        page.on("console", lambda message: self.heard.append(message.text))
-        page.on("pageerror", lambda error: self.heard.append(str(error)))
-        page.on("request", lambda request: self.heard.append(request.url))
-        page.goto(url)
+    def __init__(self, page):
+        self.page = page
 
     def __getattr__(self, name: str):
         return getattr(self.page, name)
@@ -87,19 +77,9 @@ def stub(server):
 
 
 @pytest.fixture
-def chat(browser, stub):
-    """Open the page; it fails at the end if the page asked elsewhere or complained."""
-    opened = []
-
-    def open_page(width: int = 1440, scheme: str = "light") -> Chat:
-        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce")
-        opened.append(Chat(page, stub.url))
-        return opened[-1]
-
-    yield open_page
-    for page in opened:
-        page.close()
-        assert [each for each in page.heard if not each.startswith((stub.url, "data:", ERRORS))] == []
+def chat(open_page, stub):
+    """A function that opens the page."""
+    return lambda width=1440, scheme="light": Chat(open_page(stub.url, width, scheme, height=800, heard=(ERRORS,)))
 
 
 @contextmanager

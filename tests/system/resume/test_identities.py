@@ -58,9 +58,6 @@ def test_adapters_are_a_start_of_lora_on_other_data(stages, tmp_path, capsys):
     # The reference of preferences is the model that the run starts from, adapters included.
     dpo = stages.run("lora-dpo", tmp_path / "dpo", **QUIET | {"MAX_STEPS": 2, "SAVE_EVERY": 1}, PRETRAIN_CHECKPOINT="none", INSTRUCT_CHECKPOINT=folder).trained()
     assert dpo.column("reward_margin")[1] == pytest.approx(0, abs=1e-6)
-    shutil.rmtree(dpo.checkpoint(2))
-    whole = {name: dpo.hashes(1)[name] for name in dpo.hashes(1)}
-    assert dpo.train(SAVE_EVERY=1, MAX_STEPS=2) == 0 and whole
     capsys.readouterr()
     assert stages.run("lora-sft", tmp_path / "rank", **QUIET, **start | {"LORA_RANK": 8}).train() == 2
     assert "LORA_RANK" in capsys.readouterr().err
