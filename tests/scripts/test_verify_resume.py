@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from factories import TinyRun
 
-import train
+import dataloaders
+from learn import optim
 from run import build as run_build
 from scripts import verify_resume as script
 
@@ -54,8 +55,8 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
 
 
 def shift_rows() -> None:
-    original = train.load_steps
-    train.load_steps = lambda rows, order, device, count, first, **ahead: original(rows, order, device, count, first + (first > 0), **ahead)
+    original = dataloaders.load_steps
+    dataloaders.load_steps = lambda rows, order, device, count, first, **ahead: original(rows, order, device, count, first + (first > 0), **ahead)
 
 
 def forget_progress() -> None:
@@ -70,7 +71,7 @@ def forget_progress() -> None:
 
 
 def draw_random_numbers() -> None:
-    train.learning_rate = lambda *_: 0.01 * (1 + random.SystemRandom().random() * 1e-4)
+    optim.learning_rate = lambda *_: 0.01 * (1 + random.SystemRandom().random() * 1e-4)
 
 
 SAME = "two uninterrupted runs are the same"
