@@ -5,7 +5,7 @@
 
 Exits with 1 unless every known fault is seen. Faults that are made are drawn at random from lines that a test
 enters. Those that survive are only listed, because some change nothing. Which tests enter a line is measured
-first, by a run of all tests with coverage; --map FILE keeps the result for further calls.
+first, by a run of all tests with coverage.
 """
 
 import argparse
@@ -118,11 +118,6 @@ def other_expressions(node: ast.AST) -> Iterator[ast.AST]:
         yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
     elif isinstance(node, ast.Constant) and isinstance(node.value, float):
         yield ast.Constant(2 * node.value)
-    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-        yield node.value
-    elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
-        if not any(isinstance(each, ast.Slice) for each in node.elts):
-            yield from without_each(node, "elts")
     elif isinstance(node, ast.Call):
         yield from other_calls(node)
     elif hasattr(node, "generators"):
@@ -134,15 +129,10 @@ def other_expressions(node: ast.AST) -> Iterator[ast.AST]:
 
 def other_calls(node: ast.Call) -> Iterator[ast.AST]:
     called = node.func
-    if isinstance(called, ast.Attribute):
-        yield called.value
-        if called.attr in OPPOSITES:
-            yield changed(node, func=changed(called, attr=OPPOSITES[called.attr]))
-    elif isinstance(called, ast.Name):
-        if called.id in OPPOSITES:
-            yield changed(node, func=ast.Name(OPPOSITES[called.id]))
-        if len(node.args) == 1 and not node.keywords:
-            yield node.args[0]
+    if isinstance(called, ast.Attribute) and called.attr in OPPOSITES:
+        yield changed(node, func=changed(called, attr=OPPOSITES[called.attr]))
+    elif isinstance(called, ast.Name) and called.id in OPPOSITES:
+        yield changed(node, func=ast.Name(OPPOSITES[called.id]))
     yield from without_each(node, "keywords")
     for place in range(len(node.args) - 1):
         args = [*node.args]
@@ -221,13 +211,12 @@ def pytest_runtest_logstart(nodeid: str, location) -> None:
     coverage.Coverage.current().switch_context(nodeid)
 
 
-def make_map(tree: Path, target: Path, tests: list[str]) -> None:
-    """Run tests in a copy with coverage, whose contexts are the tests."""
+def make_map(tree: Path, target: Path) -> None:
+    """Run the tests in a copy with coverage, whose contexts are the tests."""
     settings = ("[run]", f"source = {tree}", "omit = */tests/*", "relative_files = True",
                 f"data_file = {target}")
     (tree / "coverage.ini").write_text("\n".join(settings))
-    pytest = ["-m", "pytest", "-q", "-p", "mutations", *tests]
-    command = [sys.executable, "-m", "coverage", "run", "--rcfile=coverage.ini", *pytest]
+    command = [sys.executable, "-m", "coverage", "run", "--rcfile=coverage.ini", "-m", "pytest", "-q", "-p", "mutations"]
     done = subprocess.run(command, cwd=tree, env=environment(tree), text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
     if done.returncode not in (0, 1):
@@ -305,8 +294,6 @@ def main() -> int:
     today = int(time.time()) // 86_400
     parser.add_argument("--seed", type=int, default=today, help="of the drawing (default: the day)")
     parser.add_argument("--only", default="", help="only faults whose name or file contains this")
-    parser.add_argument("--map", type=Path, help="keep the map of tests here, or use it")
-    parser.add_argument("--tests", nargs="*", default=[], help="the tests of the map (default: all unmarked)")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are tested at a time")
     args = parser.parse_args()
     started = time.monotonic()
@@ -319,11 +306,9 @@ def main() -> int:
         if args.known:
             known = known_faults(ROOT, args.only)
         if args.number:
-            target = args.map.resolve() if args.map else Path(folder, "map")
-            if not target.exists():
-                make_map(trees[0], target, args.tests)
-                print(f"Made the map of tests in {time.monotonic() - started:.0f} s.", flush=True)
-            data = coverage.CoverageData(str(target))
+            make_map(trees[0], Path(folder, "map"))
+            print(f"Made the map of tests in {time.monotonic() - started:.0f} s.", flush=True)
+            data = coverage.CoverageData(str(Path(folder, "map")))
             data.read()
             made = draw(data, args.number, args.seed, args.only)
         failed, survivors, wrong = set(), [], []

@@ -1,7 +1,5 @@
 """scripts/report.py: the page as a file, and served on loopback while the run goes on."""
 
-import contextlib
-import http.client
 import json
 import re
 import shutil
@@ -77,85 +75,59 @@ def test_a_failed_write_leaves_the_earlier_page(folder, monkeypatch):
     assert (folder / "report.html").read_text() == "earlier" and not [*folder.glob("*.tmp*")]
 
 
-class Server:
-    """`report.py --serve` in a process of its own."""
-
-    def __init__(self, *runs):
-        self.process = subprocess.Popen([sys.executable, SCRIPT, *runs, "--serve", "--port", "0"], stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True, start_new_session=True)
-        line = self.process.stdout.readline()
-        found = re.match(r"http://127.0.0.1:(\d+)/ ", line)
-        if not found:
-            self.process.kill()
-            raise AssertionError(line + self.process.stderr.read())
-        self.port, self.streams = int(found[1]), []
-
-    def request(self, method: str, path: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)) as connection:
-            connection.request(method, path, headers={"Host": host})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-    def events(self) -> http.client.HTTPResponse:
-        """An open stream of events."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        connection.request("GET", "/events")
-        answer = connection.getresponse()
-        self.streams += [connection, answer]
-        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
-        return answer
-
-
-def next_data(stream) -> dict:
-    """The data of the next event."""
-    lines = iter(stream.readline, b"")
-    return json.loads(next(line for line in lines if line.startswith(b"data: ")).removeprefix(b"data: "))
-
-
 @pytest.fixture
 def server(folder):
-    pytest.importorskip("starlette")
+    """A client of `report.py --serve` in a process of its own."""
+    httpx = pytest.importorskip("httpx")
     pytest.importorskip("uvicorn")
-    server = Server(folder)
-    yield server
-    server.process.kill()
-    server.process.wait()
-    for each in (*server.streams, server.process.stdout, server.process.stderr):
-        each.close()
+    with subprocess.Popen([sys.executable, SCRIPT, folder, "--serve", "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = re.match(r"(http://127.0.0.1:\d+)/ ", process.stdout.readline())[1]
+            with httpx.Client(base_url=url, timeout=PATIENCE) as client:
+                client.pid = process.pid
+                yield client
+        finally:
+            process.kill()
+
+
+def next_data(lines) -> dict:
+    """The data of the next event."""
+    return json.loads(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))
 
 
 def test_the_served_page_follows_the_run_and_writes_nothing(server, folder):
     before = contents(folder)
-    status, page = server.request("GET", "/")
-    assert status == 200 and b"first" in page and page.lower().startswith(b"<!doctype html>")
-    assert server.request("HEAD", "/") == (200, b"") and server.request("HEAD", "/events") == (200, b"")
+    page = server.get("/")
+    assert page.status_code == 200 and "first" in page.text and page.text.lower().startswith("<!doctype html>")
+    assert [(each.status_code, each.content) for each in map(server.head, ("/", "/events"))] == [(200, b"")] * 2
     assert contents(folder) == before
-    stream = server.events()
-    first = next_data(stream)
-    assert first["live"] and first["runs"][0]["step"] == 6
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "train_loss": 1.25}\n{"step": 8, "train_')
-    run, = next_data(stream)["runs"]
-    assert run["step"] == 7 and run["curves"]["train_loss"]["y"][-1] == 1.25
-    # A resumed run has taken two steps back.
-    with open(folder / "events.jsonl", "a") as file:
-        file.write(f'{{"time": {time.time()}, "step": 4, "event": "start"}}\n')
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.tmp").write_text("".join(lines[:5]))
-    (folder / "metrics.tmp").replace(folder / "metrics.jsonl")
-    run, = next_data(stream)["runs"]
-    assert run["step"] == 4 and run["curves"]["train_loss"]["x"][-1] == 4
+    with server.stream("GET", "/events") as stream:
+        events = stream.iter_lines()
+        first = next_data(events)
+        assert first["live"] and first["runs"][0]["step"] == 6
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 7, "train_loss": 1.25}\n{"step": 8, "train_')
+        run, = next_data(events)["runs"]
+        assert run["step"] == 7 and run["curves"]["train_loss"]["y"][-1] == 1.25
+        # A resumed run has taken two steps back.
+        with open(folder / "events.jsonl", "a") as file:
+            file.write(f'{{"time": {time.time()}, "step": 4, "event": "start"}}\n')
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.tmp").write_text("".join(lines[:5]))
+        (folder / "metrics.tmp").replace(folder / "metrics.jsonl")
+        run, = next_data(events)["runs"]
+        assert run["step"] == 4 and run["curves"]["train_loss"]["x"][-1] == 4
 
 
 def test_nothing_but_the_page_is_served_and_only_to_this_machine(server):
-    assert [str(address) for address, _ in listening(server.process.pid)] == ["127.0.0.1"]
-    status, answer = server.request("GET", "/points/0/2/4")
-    assert status == 200 and json.loads(answer)["train_loss"]["x"] == [2, 3, 4]
-    for path in ("/points", "/points/1/1/2", "/points/0/x/2", "/x", "/events/", "/report.html", "/metrics.jsonl", "/../config.json", "//", "/%2e%2e/config.json"):
-        assert server.request("GET", path)[0] == 404, path
+    assert [str(address) for address, _ in listening(server.pid)] == ["127.0.0.1"]
+    assert server.get("/points/0/2/4").json()["train_loss"]["x"] == [2, 3, 4]
+    for path in ("/points", "/points/1/1/2", "/points/0/x/2", "/x", "/events/", "/report.html", "/metrics.jsonl", "/%2e%2e/config.json"):
+        assert server.get(path).status_code == 404, path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-        assert server.request(method, "/")[0] == server.request(method, "/events")[0] == 405, method
-    for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "0.0.0.0", "", "localhost.evil.example"):
-        assert server.request("GET", "/", host)[0] == server.request("GET", "/events", host)[0] == 400, host
-    for host in ("localhost", f"localhost:{server.port}", f"127.0.0.1:{server.port}"):
-        assert server.request("GET", "/", host)[0] == 200, host
+        assert server.request(method, "/").status_code == server.request(method, "/events").status_code == 405, method
+    port = server.base_url.port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "0.0.0.0", "", "localhost.evil.example"):
+        assert [server.get(path, headers={"Host": host}).status_code for path in ("/", "/events")] == [400, 400], host
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}"):
+        assert server.get("/", headers={"Host": host}).status_code == 200, host

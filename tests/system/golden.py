@@ -484,7 +484,7 @@ def opened_sides(args: argparse.Namespace) -> Iterator[tuple[Side, Side]]:
         (reference / "unpacked").touch()
     # A copy, so that nobody changes the code while it is compared.
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "data")
-    tree = shutil.copytree(args.tree, work / "tree", ignore=left_out)
+    tree = shutil.copytree(ROOT, work / "tree", ignore=left_out)
     yield old, new_folder(Side(tree, work / "new", folders), "new")
     shutil.rmtree(work)
 
@@ -516,7 +516,6 @@ def compare_all(comparison: Comparison, only: list[str], jobs: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rev", default=REFERENCE, help="the reference commit (default: %(default)s)")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the code to compare (default: this working tree)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names contain one of these")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the reference's output here and use it again")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time (default: %(default)s)")

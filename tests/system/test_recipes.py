@@ -198,15 +198,10 @@ RECIPES = {"biases": prove_biases, "Lion": prove_lion, "norm of the weights": pr
            "SLiC": prove_slic, "PSV": prove_psv}
 
 
-def needs(title: str) -> None:
-    """Skip where the reference is missing."""
-    pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
-
-
 @pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow if title in ("biases", "Lion", "SLiC") else [])
                                    for title in RECIPES])
 def test_a_recipe_does_what_its_reference_does(title, prepared, tmp_path):
-    needs(title)
+    pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
     ended = prove(RECIPES[title], changes_of(title), prepared, tmp_path)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
 
