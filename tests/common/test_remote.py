@@ -46,9 +46,6 @@ class Answer(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         self.server.asked.append(self.command)
         fault = self.server.faults.pop(0) if self.server.faults and (
@@ -72,6 +69,8 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
+
+    do_HEAD = do_GET
 
 
 @pytest.fixture

@@ -146,14 +146,6 @@ def test_what_is_printed_has_its_control_characters_escaped():
             for name, call in calls(path) if re.match(r"print$|sys\.std(out|err)\.write", name)] == []
 
 
-def test_every_public_name_has_a_docstring():
-    """But functions of at most four lines, whose name may say it all."""
-    assert [f"{unit}: {getattr(node, 'name', 'module')}" for unit, path in LIBRARY.items() for node in (tree(path), *tree(path).body)
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node)
-            and not getattr(node, "name", "").startswith("_")
-            and not (isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno < 4)] == []
-
-
 def test_every_script_is_run_by_run_script():
     """run_script handles user errors, Ctrl-C and `| head`."""
     for unit, path in SCRIPTS.items():

@@ -11,7 +11,6 @@ import re
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ import pytest
 from bad_input_cases import CASES, IMPORT, MERGE, META, PREPARE, Case, env, make_farm
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 240  # until a command counts as hanging
 # What a refused command may leave behind: empty folders, stored hashes, locks, and a run folder without a checkpoint.
 HARMLESS = re.compile(r"out(/\.known-files\.json|/\.\w+\.lock)?|\w+/\.verified\.json|"
                       r"runs(/run(/(config\.json|run\.lock|log.*|\w+\.jsonl|checkpoints))?)?")
@@ -39,7 +37,7 @@ def farm(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(farm, tmp_path, monkeypatch) -> Path:
+def place(farm, tmp_path, monkeypatch, no_hang) -> Path:
     """A copy of the farm as the working folder, without access to the hub."""
     shutil.copytree(farm, tmp_path / "farm")
     monkeypatch.chdir(tmp_path / "farm")
@@ -57,24 +55,6 @@ class Outcome(NamedTuple):
         return (self.errors.strip().splitlines() or [""])[-1]
 
 
-class Hangs(BaseException):
-    """A BaseException, so that no `except Exception` catches it."""
-
-
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    def hang(*_) -> None:
-        raise Hangs
-
-    before = signal.signal(signal.SIGALRM, hang)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def run_here(command: str, capsys) -> Outcome:
     """Run `scripts/NAME.py ARGUMENTS`, also as a message advises it: with a Python and the whole path."""
     script, *argv = words[1:] if Path((words := shlex.split(command))[0]).name.startswith("python") else words
@@ -82,8 +62,7 @@ def run_here(command: str, capsys) -> Outcome:
     capsys.readouterr()
     code = 0
     try:
-        with bounded():
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+        runpy.run_path(str(ROOT / script), run_name="__main__")
     except SystemExit as ended:
         code = ended.code or 0
     finally:
@@ -154,7 +133,7 @@ def test_all_errors_in_the_settings_are_printed_together_and_once(command, place
     """Also by the launcher, and before torch is imported, which takes seconds."""
     env(MAX_STEPS="five", LERNING_RATE=1, N_HEADS=5, RUN_NAME="../x")()
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
-                           "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)
+                           "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     messages = ["6 errors in the settings:", "MAX_STEPS=five: expected a whole number", "did you mean LEARNING_RATE?",
             "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
