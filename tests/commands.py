@@ -111,12 +111,13 @@ class Command:
 
 
 def python(script: Path | str, *arguments: Any, cwd: Path | str = "", env: Optional[dict] = None, stdin: str = "",
-           terminal: bool = False, prepare: Callable[[], Any] = int) -> subprocess.CompletedProcess:
+           terminal: bool = False, prepare: Callable[[], Any] = int, code: Optional[int] = None) -> subprocess.CompletedProcess:
     """Run `python script arguments` to its end in a process that is forked from one that has imported torch, which takes seconds.
 
     Args:
         terminal: give it a terminal, on which `stdin` is typed; `stdout` is what that shows.
         prepare: module-level function that the process calls first.
+        code: assert that it ends with this exit code and without a traceback.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
@@ -132,6 +133,7 @@ def python(script: Path | str, *arguments: Any, cwd: Path | str = "", env: Optio
         said = (shown.decode(), "") if terminal else [stream.read_text(errors="replace") for stream in streams[1:]]
     os.close(ours)
     os.close(theirs)
+    assert code is None or process.exitcode == code and "Traceback" not in "".join(said), said
     return subprocess.CompletedProcess(argv, process.exitcode, *said)
 
 

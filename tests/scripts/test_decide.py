@@ -24,8 +24,7 @@ def test_a_comparison_trains_each_arm_once(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
     command = ("scripts/decide.py", "--vary", "learning_rate=0.0001,0.02", "--pairs", "1", *flags)
-    done = python(*command)
-    assert done.returncode == 0, done.stderr
+    done = python(*command, code=0)
     answer = ("validation loss: undecided between LEARNING_RATE=0.0001 and LEARNING_RATE=0.02; "
               "1 pair so far, --pairs allows no more; a decision takes 6 or more.")
     assert [line for line in done.stdout.splitlines() if line.startswith("validation loss: ")] == [answer]
@@ -40,11 +39,9 @@ def test_a_comparison_trains_each_arm_once(prepared, tmp_path):
     row, = comparison["sequence"]["rows"]
     one, other = (reader.value("val_loss") for reader in readers)
     assert other - one == pytest.approx(float(row[3]), abs=1e-4)
-    again = python(*command)
-    assert again.returncode == 0 and answer in again.stdout
-    assert "===" not in again.stdout, "nothing is trained again"
-    other = python(*command, "--margin=0.1")
-    assert other.returncode == 2 and "was started with another margin" in other.stderr and "--name" in other.stderr
+    again = python(*command, code=0)
+    assert answer in again.stdout and "===" not in again.stdout, "nothing is trained again"
+    assert "was started with another margin" in python(*command, "--margin=0.1", code=2).stderr
 
 
 def fake_run(folder, loss, reason="finished", settings=(), rows="same", data="one", items="one", step_seconds=(0.5,)):

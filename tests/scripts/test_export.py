@@ -69,9 +69,7 @@ def hub(monkeypatch):
 
 def export(*flags, code: int = 0) -> str:
     """Run it in a process, because the hub's client reads HF_ENDPOINT when it is imported."""
-    done = python("scripts/export.py", *flags)
-    assert done.returncode == code, done
-    assert "Traceback" not in done.stderr
+    done = python("scripts/export.py", *flags, code=code)
     return done.stdout + done.stderr
 
 

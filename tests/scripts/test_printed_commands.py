@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 from commands import BARE, ROOT
-from factories import TinyRun
 
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
            and path.name not in ("verify_checkpoint.py", "benchmark_serving.py")]  # which need the standard library alone
-RECOMMENDED = re.compile(r"^\[CPU0\] (report|use it|resume) +(.+)$", re.M)
 
 
 def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -28,21 +26,14 @@ def nothing_is_active(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
-    capsys.readouterr()
-    assert run.train() == 0
-    lines = dict(RECOMMENDED.findall(capsys.readouterr().out))
-    assert lines.keys() == expected
-    for line in (line for name, line in lines.items() if (name == "use it") == (cwd != ROOT)):  # each takes seconds
-        done = run_bare(line, cwd)
+def test_what_the_end_of_a_run_recommends_works_there(tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0).trained()
+    lines = dict(re.findall(r"^\[CPU0\] (report|use it|resume) +(.+)$", capsys.readouterr().out, re.MULTILINE))
+    assert lines.keys() == {"report", "use it", "resume"}
+    for line in lines.values():
+        done = run_bare(line, tmp_path)
         assert done.returncode == 0 and "rror" not in done.stderr, (line, done.stderr)
-
-
-@pytest.mark.parametrize("elsewhere", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path if elsewhere else ROOT)
-    run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
-    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"report", "use it", "resume"})
 
 
 @pytest.mark.parametrize("called", ["./paddock", "../clone/paddock", "/a b/paddock", "paddock"])

@@ -83,9 +83,7 @@ def test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole(runs):
 
 def clean(runs: Path, answer: str) -> str:
     """Run --clean on a terminal and type an answer."""
-    done = python("scripts/runs.py", "--clean", "--output-dir", runs, stdin=f"{answer}\n", terminal=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return python("scripts/runs.py", "--clean", "--output-dir", runs, stdin=f"{answer}\n", terminal=True, code=0).stdout
 
 
 @pytest.mark.parametrize("answer", ["y", "\x04"])

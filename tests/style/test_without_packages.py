@@ -27,10 +27,8 @@ def block() -> None:
 def machine() -> Callable[..., str]:
     """A function that runs a command without these packages, and returns its output."""
     def run(*command, code: int = 0) -> str:
-        done = python(*command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, prepare=block)
-        output = done.stderr + done.stdout
-        assert done.returncode == code and "Traceback" not in output, output
-        return output
+        done = python(*command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, prepare=block, code=code)
+        return done.stderr + done.stdout
 
     return run
 
