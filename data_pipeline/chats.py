@@ -51,6 +51,7 @@ MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 MEDIA_PLACE = re.compile(r"<\|?(image|audio|video)[ _]?\w*\|?>|\[IMG\]")
 # Columns with the request, and formats of chats by request and answer; both best first.
 REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
+LABELS = ("label", "kto_tag")  # whether an answer is good, as TRL and LLaMA-Factory call it
 CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
          ("prompt", "completion"))
 # The fields that are used: of all records, besides a request, of messages by role, and of what is in them.
@@ -269,8 +270,9 @@ def _dialogs_in(record: Record, columns: tuple[str, ...], drop: Drop, also_used:
 def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> Example:
     """Return the preference in a record."""
     missing = [name for name in ("chosen", "rejected") if not _is_filled(record, name)]
-    if len(missing) == 2 and _is_filled(record, "label") and (columns := _best_of(CHATS, record, mapped)):
-        return unpaired_of(where, record, columns, drop)
+    label = next((name for name in LABELS if _is_filled(record, name)), "")
+    if len(missing) == 2 and label and (columns := _best_of(CHATS, record, mapped)):
+        return unpaired_of(where, record, columns, drop, label)
     if missing:
         raise DataError(f"has no {' and no '.join(missing)}: it has {contents_of(record)}, expected "
                         "chosen and rejected, with or without a prompt, or prompt, completion and label "
@@ -320,14 +322,14 @@ def _joined(prompt: Messages, context: Messages) -> Messages:
     return [*system, *context]
 
 
-def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop) -> Example:
-    """Return the answer in a record, and whether its label calls it good."""
-    label = record["label"]
+def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop, name: str) -> Example:
+    """Return the answer in a record, and whether its label, in this column, calls it good."""
+    label = record[name]
     with suppress(ValueError, RecursionError):  # CSV has only text
         label = json.loads(label.lower()) if isinstance(label, str) else label
     if label not in (True, False):
         raise DataError(f"has the label {label!r:.40}, expected true or false")
-    dialog, *more = _dialogs_in(record, columns, drop, "label")
+    dialog, *more = _dialogs_in(record, columns, drop, name)
     if more:
         raise DataError("has several instances, but one label")
     if check_turns(dialog, "assistant")[-1].get("tool_calls"):

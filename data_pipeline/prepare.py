@@ -158,9 +158,14 @@ def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> Spli
     if requested == 0:
         return SplitPlan()
     fraction = HELD_OUT if requested is None else requested
-    most = COUNTED if kind.name else min(SMALL_SET, ceil(FEW_DOCUMENTS / (requested or LARGE_SET_FRACTION)))
-    keys = [(position_of(item.split_key), kind.name and position_of(item.whole_key))
-            for item in islice(items, most)]
+    is_open = kind.name or requested is None  # whether the number of different keys matters
+    most, keys = COUNTED if is_open else min(SMALL_SET, ceil(FEW_DOCUMENTS / requested)), []
+    different: set[float] = set()
+    for item in islice(items, most):
+        keys.append((position_of(item.split_key), kind.name and position_of(item.whole_key)))
+        different.add(keys[-1][0])
+        if not kind.name and len(different) == SMALL_SET:
+            break
     target = fraction * len(keys)
     counts, limit = Counter(key for key, _ in keys), max(MOST_ANSWERS, target / 8)
     held_out = sum(count for key, count in counts.items() if key < fraction)
@@ -169,7 +174,7 @@ def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> Spli
         common = set()
     keys = [whole if key in common else key for key, whole in keys]
     in_order = sorted(Counter(keys).items())
-    if requested is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
+    if requested is None and len(in_order) >= SMALL_SET:
         return SplitPlan(LARGE_SET_FRACTION, [*common], HELD_OUT)
     few = requested is None and len(in_order) < FEW_DOCUMENTS and not kind.name
     if few and not 0 < sum(key < fraction for key, _ in in_order) < len(in_order):
@@ -500,7 +505,8 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     lines += [*describe_split(manifest)]
     empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
     if dropped := skipped.get("dropped"):
-        names = [f"{name} {counted(count, 'time')}" for name, count in Counter(dropped).most_common()]
+        names = [f"{name or '(unnamed)'} {counted(count, 'time')}"
+                 for name, count in Counter(dropped).most_common()]
         hidden = len(names) - SHOWN_FIELDS
         more = f" and {hidden:,} more (see {folder / MANIFEST})" if hidden > 0 else ""
         lines.append(f"Dropped: {', '.join(names[:SHOWN_FIELDS])}{more}; training uses the {kind or 'text'} "

@@ -112,7 +112,8 @@ def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, pro
 
 
 @pytest.mark.parametrize("record, label", [({"prompt": "Why?", "completion": SO, "label": 0}, False),
-                                           ({"prompt": [SYSTEM, ASK], "completion": [SAY], "label": True}, True)])
+                                           ({"prompt": [SYSTEM, ASK], "completion": [SAY], "label": True}, True),
+                                           ({"messages": [SYSTEM, ASK, SAY], "kto_tag": False, "label": None}, False)])
 def test_every_shape_of_an_unpaired_answer_is_a_prompt_an_answer_and_a_label(tmp_path, record, label):
     (answer,), _ = read("pairs", tmp_path, record)
     assert (answer.messages[-1], answer.answers, answer.label) == (ASK, (SAY,), label)

@@ -135,6 +135,9 @@ def test_one_opening_of_few_answers_is_common_and_alone_holds_out_nothing():
 def test_a_large_set_keeps_its_common_openings_and_reserves_what_others_hold_out():
     opening, *more = keys(4001)
     assert plan(items((opening, 1000), *((key, 1) for key in more)), requested=None) == SplitPlan(0.005, [position_of(opening)], 0.05)
+    for kind, repeats in (("", 2), ("", 6000), ("pairs", 2)):
+        assert plan(items((opening, repeats), *((key, 1) for key in more[:3999])), None, kind) == SplitPlan(0.005, [], 0.05), "repeats make no set small"
+    assert plan(items((opening, 2), *((key, 1) for key in more[:3998])), None, "") != SplitPlan(0.005, [], 0.05)
 
 
 @pytest.mark.parametrize("size, requested, rank", [(20, 0.05, 1), (60, 0.05, 3), (70, 0.05, 3), (75, 0.05, 4), (60, None, 3)])
