@@ -281,8 +281,7 @@ class EvaluationConfig(Section):
 
     validate_every: int = interval(15, 250, "validations; 0 = never")
     validation_rows: int = curve(256, "number of held-out rows to evaluate; always the same ones", ge=1)
-    hellaswag_every: int = safe(
-        500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
+    hellaswag_every: int = safe(500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
     hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
     hellaswag_name: str = safe("HellaSwag", "display name for the items in HELLASWAG_PATH")
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)

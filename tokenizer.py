@@ -32,8 +32,7 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?
 # line ends) follow each other. NUL, which no document contains, is a piece that separates documents.
 PLAIN_PATTERN = r"\x00|" + PATTERN.replace(r"|\s+(?!\S)", "").replace(r"\p{N}]", r"\p{N}\x00]")
 # A text with none of these has no two blanks in a row. Any blank but " " counts, to find them fast.
-NOT_PLAIN = ("  ", *"\0\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000",
-             *map(chr, range(0x2000, 0x200B)))
+NOT_PLAIN = ("  ", *"\0\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", *map(chr, range(0x2000, 0x200B)))
 # In the order of Meta's code for Llama 3.1. Other releases name spare tokens differently (the hub folder has
 # a reserved token at 5, later code has `<|image|>` at 11), but the tokens of text models have the same
 # numbers.

@@ -62,6 +62,7 @@ class Manifest(Known):
     step: Count
     world_size: WorldSize = 1
     val_loss: Optional[float] = None
+    val_items: str = ""
     written: int = Field(ge=0)  # order of writing: 1 + the highest number in the folder
     files: dict[PathText, File] = Field(min_length=1)
     sha256: str  # of the manifest without this field
@@ -77,6 +78,8 @@ class Progress:
     tokens_seen: Count = 0
     skipped_steps: Count = 0  # steps without an update: fp16 overflows, loss spikes
     val_loss: Optional[float] = None  # of the current weights
+    val_items: str = ""  # hash of the items of the validation losses
+    first_val_loss: Optional[float] = None  # on these items
     best_val_loss: Optional[float] = None
     best_step: Count = 0
     validations_without_best: Count = 0
@@ -96,11 +99,19 @@ class Progress:
         """Steps that changed the weights; the learning-rate schedule counts only these."""
         return self.step - self.skipped_steps
 
-    def note_validation(self, loss: float, skip_steps: int, first: float = math.inf) -> bool:
-        """Record a validation loss; return whether it is a new best: finite, and not above the first."""
-        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
+    def note_validation(self, loss: float, skip_steps: int, items: str = "") -> bool:
+        """Record a validation loss; return whether it is a new best: finite, and not above the first.
+
+        On other items than before, the first and the best start again.
+        """
+        if self.val_items not in ("", items):
+            self.first_val_loss, self.best_val_loss = None, None
+            self.best_step = self.validations_without_best = 0
+        self.val_items, known = items, loss if math.isfinite(loss) else None  # JSON has no NaN
+        self.first_val_loss = known if self.first_val_loss is None else self.first_val_loss
+        self.val_loss = known if self.step else None
         best = math.inf if self.best_val_loss is None else self.best_val_loss
-        if math.isfinite(loss) and loss < best and not loss > first:
+        if self.step and known is not None and loss < best and not loss > self.first_val_loss:
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
         if self.step > skip_steps:

@@ -261,8 +261,10 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
 
 
 def best_first(checkpoints: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return those of the newest measured one's validation items (older versions have no hash of them)."""
     measured = [item for item in checkpoints if item[1]["val_loss"] is not None]
-    return sorted(measured, key=lambda item: item[1]["val_loss"])
+    comparable = [item for item in measured if item[1]["val_items"] in ("", measured[0][1]["val_items"])]
+    return sorted(comparable, key=lambda item: item[1]["val_loss"])
 
 
 def places(name: str, run_dir: Path) -> tuple[Path, ...]:

@@ -312,6 +312,7 @@ class TokenSet:
     document_start_id: int | None = None
     vocab_size: int = NOT_IDS
     used: np.ndarray | None = None  # bool (vocab_size,): whether each id occurs; None = not verified here
+    content: str = ""  # hash of files without a manifest, of which the fingerprint has samples, if verified
     segments: Optional["TokenSet"] = None  # of examples, uint32; see data_pipeline/chats.py
 
     @cached_property
@@ -403,7 +404,8 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size,
                          segments=segments)
     allow_open_files(len(shards), token_set.folder)
-    return replace(token_set, used=verify_files(token_set, verify, cache))
+    used, content = verify_files(token_set, verify, cache)
+    return replace(token_set, used=used, content=content)
 
 
 def split_to_validate(path: Path) -> str:
@@ -658,13 +660,15 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
     return array.dtype.name, array.offset, len(array)
 
 
-def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray | None:
-    """Compare every shard with its hash and the vocabulary; return which ids occur.
+def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> tuple[np.ndarray | None, str]:
+    """Compare every shard with its hash and the vocabulary; return which ids occur, and a hash of shards
+    without one.
 
-    The results are stored for the next start. Verification "never" returns None.
+    The results are stored for the next start. Verification "never" returns None and "".
     """
     if verify == "never":
-        return None
+        return None, ""
+    foreign = hashlib.sha256()
     has_ids = token_set.vocab_size < NOT_IDS
     used = np.zeros(token_set.vocab_size * has_ids, bool)
     for folder in {shard.path.parent: None for shard in token_set.shards}:
@@ -683,7 +687,7 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray |
                         and (not has_ids or isinstance(result.get("used"), str))
                         and (shard.sha256 is not None
                              or "common" in result and result.get("start_id", -1) == start_id)
-                        and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
+                        and isinstance(result.get("sha256"), str))
             if verify == "always" or not is_known:
                 due.append(shard)
         # Scan the other files, and store the results in the first writable folder.
@@ -707,8 +711,9 @@ def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> np.ndarray |
                 bits = np.frombuffer(zlib.decompress(base64.b64decode(result["used"])), np.uint8)
                 used |= np.unpackbits(bits, count=len(used)).view(bool)
         if shards[0].sha256 is None:
+            foreign.update("".join(known[shard.path.name]["sha256"] for shard in shards).encode())
             say_doubts(shards, [known[shard.path.name] for shard in shards], token_set)
-    return used
+    return used, "" if token_set.shards[0].sha256 else foreign.hexdigest()
 
 
 def say_doubts(shards: Sequence[Shard], results: Sequence[dict], token_set: TokenSet) -> None:
@@ -746,9 +751,9 @@ def _scan_all(shards: Sequence[Shard], start_id: Optional[int], vocab_size: int)
 
 
 def _scan(shard: Shard, start_id: Optional[int], vocab_size: int, advance: Callable[[int], None]) -> dict:
-    """Read a whole file; return its largest id, which ids occur, and its SHA-256 or counts of ids.
+    """Read a whole file; return its SHA-256, its largest id, which ids occur, and counts of them.
 
-    A file of a manifest has the hash. Which ids occur is a bit each, compressed; None without a vocabulary
+    A file of a manifest has no counts. Which ids occur is a bit each, compressed; None without a vocabulary
     or with ids beyond it.
     """
     hasher, max_id, starts = hashlib.sha256(), 0, 0
@@ -765,7 +770,7 @@ def _scan(shard: Shard, start_id: Optional[int], vocab_size: int, advance: Calla
     packed = zlib.compress(np.packbits(counts > 0))
     foreign = {} if shard.sha256 is not None else {
         "start_id": start_id, "starts": starts, "common": [int(counts.argmax()), int(counts.max())]}
-    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id, **foreign,
+    return {"sha256": hasher.hexdigest(), "max_id": max_id, **foreign,
             "used": base64.b64encode(packed).decode() if max_id < vocab_size else None}
 
 

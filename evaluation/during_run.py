@@ -87,10 +87,11 @@ def evaluate(run: Run) -> None:
         metrics.update(result.metrics)
         run.log.append("evaluations", {"step": progress.step, **result.line})
         best = ""
-        if metric == "val_loss" and progress.step > 0:
-            loss = result.metrics["val_loss"]
-            _, first = run.log.first.get("val_loss", (0, loss))
-            if progress.note_validation(loss, config.early_stopping_skip_steps, first):
+        if metric == "val_loss":
+            loss, items = result.metrics["val_loss"], result.line["items"]
+            if progress.val_items not in ("", items):
+                run.log.warn("validation is on other items than before, so its best loss starts again")
+            if progress.note_validation(loss, config.early_stopping_skip_steps, items):
                 best = "best, saving" if run.saves_best else "best"
         run.log.evaluation(progress.step, title, result.summary, best)
         if not math.isfinite(result.metrics.get("val_loss", 0)):

@@ -221,8 +221,7 @@ def _compute_rows(turn: range, shapes: Sequence[torch.Size], stack: Callable[[in
     return _exchange(results, local_shapes, group)
 
 
-def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
-              group: dist.ProcessGroup) -> list[Tensor]:
+def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup) -> list[Tensor]:
     """Send tensor r to rank r; return the tensors from all ranks, in these shapes. The last may send none."""
     counts, numels = [each.numel() for each in sent], [shape.numel() for shape in shapes]
     flat = torch.cat([each.flatten() for each in sent])

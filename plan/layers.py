@@ -117,13 +117,11 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
             layer.problems.append(f"{where}: {names.shortened(key)} uses a variable that is set neither in "
                                   "the environment nor in an earlier line; set it, or write "
                                   "${NAME:-default}")
-        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name)
-                                                   or names.misspelled(name)):
+        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or names.misspelled(name)):
             if not accept(layer, key, value, where):
                 layer.refuse(key, names.unknown(where, key))
         elif name in set_at:
-            layer.problems.append(
-                f"{where}: {key} is set a second time (first at {set_at[name]}); keep one")
+            layer.problems.append(f"{where}: {key} is set a second time (first at {set_at[name]}); keep one")
         else:
             set_at[name] = where
             if value and name in Config.model_fields:

@@ -62,8 +62,7 @@ class Plan:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Plan":
-        fields = {name: tuple(value) if isinstance(value, list) else value
-                  for name, value in content.items()}
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
         config = Config.model_construct({*fields.pop("set")}, **fields.pop("config"))
         return Plan(config, start=Start(**fields.pop("start")), **fields)
 

@@ -321,8 +321,7 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
     # The name may mean the checkpoint, the folder of checkpoints, or the run.
     bases = [place for base in base_places(progress, run_dir)
              for place in (base.resolve(), *base.resolve().parents[:2])]
-    return origin is not None and (
-        origin == named or not places(named).isdisjoint([*places(origin), *bases]))
+    return origin is not None and (origin == named or not places(named).isdisjoint([*places(origin), *bases]))
 
 
 def model_of_start(start: Start, config: Config, sources: Mapping[str, str], for_this_start: Iterable[str]

@@ -33,9 +33,8 @@ LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be wai
 CLOSE_RETRY_SECONDS = (0.1, 0.4, 1.5)  # for lines that a disk has refused
 
 
-def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], None]
-               ) -> Iterator[tuple[Line, bool]]:
-    """Yield each readable line of a log and whether it is kept, and leave only those in the file.
+def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], None]) -> Iterator[Line]:
+    """Yield each readable line of a log, and leave only those in the file that it `keeps`.
 
     Unreadable lines move into a file beside it, `NAME.bad`. A line that a crash has cut is dropped.
     """
@@ -49,9 +48,9 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
                 with open(aside, "ab", opener=plain) as bad:
                     bad.write(line.rstrip(b"\n") + b"\n")
                 continue
-            if is_kept := keeps(entry):
+            if keeps(entry):
                 kept.write(line)
-            yield entry, is_kept
+            yield entry
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {counted(bad_lines, 'unreadable line')} moved to {aside.name}")
@@ -127,7 +126,6 @@ class RunLog:
         self.columns: Optional[ModuleType] = None
         self.ending: list[str] = []  # the last lines
         self.latest: dict[str, Any] = {}  # the newest line of metrics
-        self.first: dict[str, tuple[int, float]] = {}  # of each evaluation: step and value, on rank 0
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,
              measured: Collection[str] = ()) -> None:
@@ -143,8 +141,7 @@ class RunLog:
 
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
         def stays(name: str, entry: Line) -> bool:
-            is_measured = (name == "evaluations"
-                           and METRIC_OF.get(entry.name, f"{entry.name}_acc") in measured)
+            is_measured = name == "evaluations" and METRIC_OF.get(entry.name, f"{entry.name}_acc") in measured
             return (entry.step <= step or name == "events"
                     or entry.step == steps_taken and (name in ("ledger", "rollouts") or is_measured))
 
@@ -153,19 +150,12 @@ class RunLog:
             if name == "rollouts" and self.config.training_stage != "grpo":
                 continue
             with disk_errors(path):
-                for entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
+                for entry in keep_lines(path, partial(stays, name), self.warn):
                     newest = entry if name == "metrics" else newest
-                    if name == "metrics" and is_kept:
-                        self._note_first(entry.step, entry.model_extra)
             self.lines[name] = LineFile(self.warn).open(path)
         if newest:
             seconds = number(newest.model_dump().get("time"), MOST_SECONDS)
             self.previous = {"previous_step": newest.step, "previous_time": seconds}
-
-    def _note_first(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if EVALUATED.match(name) and isinstance(value, (int, float)):
-                self.first.setdefault(name, (step, value))
 
     def warn(self, text: str) -> None:
         self.info(f"warning: {text}", console=sys.stderr)
@@ -191,7 +181,6 @@ class RunLog:
         """Log a step's metrics to metrics.jsonl, where NaN and infinity become null, and the trackers."""
         self.latest, step = metrics, metrics["step"]
         self.append("metrics", {"step": step, "time": time.time(), **metrics})
-        self._note_first(step, finite(metrics))
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
         self.send("log", values, step)

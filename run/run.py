@@ -63,12 +63,16 @@ class Inputs:
                  ) -> dict[str, Any]:
         """Return what checkpoints record of a run's identities, to compare with those `saved` before.
 
-        If the saved hash is that of the same tokenizer in another file format, it is kept.
+        If the saved hash is that of the same tokenizer in another file format, it is kept, and so is that of
+        token files of another program if only their samples can be compared.
         """
         saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
         data = f"{config.training_stage.upper()}_DATA_PATH"
-        identity = {"HIDDEN_DIM": config.hidden_dim, data: self.rows.fingerprint, "TOKENIZER_PATH": sha256}
+        tokens = "".join(source.token_set.content for source in self.rows.sources) + self.rows.fingerprint
+        if (before := saved.get(data, ""))[-64:] == tokens[-64:] and 64 in (len(before), len(tokens)):
+            tokens = before
+        identity = {"HIDDEN_DIM": config.hidden_dim, data: tokens, "TOKENIZER_PATH": sha256}
         if plan and "teacher" in plan.identities:
             identity["TEACHER_MODEL"] = plan.identities["teacher"]["model"]
         if plan and "reference_adapters" in plan.identities:
@@ -349,7 +353,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     temporary = ranks.on_rank0(begin)
     if temporary is None:
         save_in_new_folder(run)
-    manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
+    manifest = {name: state["progress"][name] for name in ("step", "val_loss", "val_items")}
+    manifest["world_size"] = ranks.world_size
     run.saving = PendingSave(step, started, run.shard, files, write_others, manifest, checkpoint,
                              Path(temporary), run.saves_best)
     if wait or not config.async_save or not run.shard.allocate(weights | moments):

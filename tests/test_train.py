@@ -239,9 +239,25 @@ def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
     assert best == [True, True, False, False, False, True]
     assert (progress.best_step, progress.best_val_loss, progress.validations_without_best) == (6, 1.4, 0)
     # Nor one above the first.
-    progress = run_module.Progress(step=1)
-    assert not progress.note_validation(40.123456789012345, 0, first=10.0) and progress.best_val_loss is None
-    assert progress.note_validation(9.0, 0, first=10.0) and progress.best_val_loss == 9.0
+    progress = run_module.Progress(step=0)
+    assert not progress.note_validation(10.0, 0, "a") and progress.val_loss is None
+    progress.step = 1
+    assert not progress.note_validation(40.123456789012345, 0, "a") and progress.best_val_loss is None
+    assert progress.note_validation(9.0, 0, "a") and progress.best_val_loss == 9.0
+    # On other items, it starts again.
+    assert progress.note_validation(50.0, 0, "b") and (progress.best_val_loss, progress.first_val_loss) == (50.0, 50.0)
+
+
+def test_best_and_result_of_other_validation_items_start_again(tiny_run, monkeypatch, capsys):
+    """Also for RUN:best and what is kept: step 2's loss is lower, but of other rows."""
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 3.0, 7.0, 5.0, 6.0])))
+    run = tiny_run(VALIDATE_EVERY=1, SAVE_EVERY=10, KEEP_LAST=1, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert run.train(MAX_STEPS=4, STOP_STEP=2) == 0
+    capsys.readouterr()
+    assert run.train(MAX_STEPS=5, VALIDATION_ROWS=run.settings["VALIDATION_ROWS"] - 1) == 0
+    printed = capsys.readouterr()
+    assert "on other items" in printed.err and "loss 7.000 to 6.000" in printed.out and "best 5.000 at step 4" in printed.out
+    assert 4 in run.steps_saved() and store.locate(f"{run.folder}:best", run.folder).name == "step-00000004"
 
 
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):

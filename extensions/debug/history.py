@@ -206,7 +206,7 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n")
         return {name: file for name, file in manifest["files"].items() if name.endswith(".safetensors")}
 
-    details = {name: manifest[name] for name in ("step", "world_size", "val_loss")}
+    details = {name: manifest[name] for name in ("step", "world_size", "val_loss", "val_items")}
     store.publish(output, write_files, details, sum(file["size"] for file in manifest["files"].values()))
     store.verify(output)
 

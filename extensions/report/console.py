@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,6 +17,7 @@ import lora
 import model_utils
 from checkpoint import store
 from checkpoint.huggingface import is_vocabulary
+from checkpoint.schema import read_entries
 from common.activity import tick
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
@@ -37,6 +39,7 @@ COLUMNS = {"train_loss": ("loss", 3, 6), "reward": ("reward", 3, 6), "reward_acc
            "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", None, 7)}
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
          "Accuracy (per length)": "per length"}
+COMPARED, SCANNED = 32, 1 << 26  # tokens: of the start of a document, and of a source, to compare documents
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -113,17 +116,44 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
             notes.append(f"VALIDATION_FRACTION={asked:g} has no effect on {folder}, which is prepared with "
                          f"{'its default' if used is None else f'{used:g}'}; prepare it again")
     if config.validation_data_path and inputs.validation_rows:
-        held_out = [*openings(inputs.validation_rows)]
-        known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
-        if count := sum(opening in known for opening in held_out):
+        count, total, noun, shared = trained_on_too(inputs)
+        if count:
             notes.append(f"VALIDATION_DATA_PATH={config.validation_data_path}: {count:,} of "
-                         f"{counted(len(held_out), 'example')} have the prompt of one that the run trains "
-                         "on, so their loss says less about others; leave them out of one of the two sets")
+                         f"{counted(total, noun)} have the {shared} of one that the run trains on, so their "
+                         "loss says less about others; leave them out of one of the two sets")
     if table := inputs.rows.source_table(config.max_steps * config.rows_read):
         lines = describe_sources(inputs.rows.mixture, table)
         return [inputs.description, *(f"  {line}" for line in lines), *notes]
     is_whole = inputs.rows.mixing.is_complete  # otherwise more is being prepared
     return [inputs.description + f"; {times_read(config, inputs.rows)}" * is_whole, *notes]
+
+
+def trained_on_too(inputs: Inputs) -> tuple[int, int, str, str]:
+    """Return how many held-out examples or documents are trained on too, of how many; what they are, and
+    share. A document is if one is the beginning of the other, since the end of one may be held out."""
+    if held_out := [*openings(inputs.validation_rows)]:
+        known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
+        return sum(opening in known for opening in held_out), len(held_out), "example", "prompt"
+    documents, by_start = [*documents_in(inputs.validation_rows)], defaultdict(list)
+    for number, ids in enumerate(documents):
+        by_start[ids[:COMPARED].tobytes()].append(number)
+    found = set[int]()
+    for ids in documents_in(inputs.rows) if documents else ():
+        for number in {*by_start.get(ids[:COMPARED].tobytes(), ())} - found:
+            # Without the last token, which may be the end of a document.
+            shorter, longer = sorted((len(ids), len(documents[number])))
+            if longer <= 2 * shorter and np.array_equal(ids[:shorter - 1], documents[number][:shorter - 1]):
+                found.add(number)
+    return len(found), len(documents), "document", "text"
+
+
+def documents_in(rows: Rows) -> Iterator[np.ndarray]:
+    """Yield the documents among the first SCANNED tokens of each source, if these tell them apart."""
+    for tokens in (source.token_set for source in rows.sources if source and not source.example_set):
+        ids = tokens.read(0, min(tokens.tokens, SCANNED))
+        for document in np.split(ids, np.flatnonzero(ids == tokens.document_start_id))[1:]:
+            tick()
+            yield document
 
 
 def openings(rows: Rows, lengths: Optional[set[int]] = None) -> Iterator[bytes]:
@@ -192,9 +222,15 @@ def result_line(run: Run, started: float, first: int) -> str:
                      f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
-    before = {name: value for name, (step, value) in run.log.first.items() if step < progress.step}
     titles = {"val_loss": "loss", "val_reward": "reward", "val_reward_accuracy": "preference accuracy",
               **{f"{choices.name}_acc": choices.title for choices in run.inputs.choice_sets}}
+    before, is_same = {}, progress.first_val_loss is None  # on the same validation items as the last ones
+    for line in read_entries(run.folder / "metrics.jsonl"):
+        if line["step"] >= progress.step or latest.keys() & titles.keys() <= before.keys():
+            break
+        is_same = is_same or line.get("val_loss") == progress.first_val_loss
+        before |= {name: line[name] for name in titles.keys() & line.keys() - before.keys()
+                   if line[name] is not None and (is_same or not name.startswith("val_"))}
     for name, title in titles.items():
         if name not in latest:
             continue

@@ -235,6 +235,14 @@ def test_foreign_files_are_read(tmp_path, kind, monkeypatch):
         open_train(tmp_path, vocab_size=39)
 
 
+def test_the_content_of_foreign_files_is_all_of_them(tmp_path):
+    """The fingerprint, which every rank computes, is of samples; a prepared set has the hashes of its files."""
+    ids = np.arange(20_000, dtype=np.uint16) % 100
+    before, after = (ids.tofile(tmp_path / "train.bin") or open_train(tmp_path, vocab_size=100) for ids in (ids, np.where(np.arange(20_000) == 5000, 7, ids).astype(np.uint16)))
+    assert before.fingerprint == after.fingerprint and len(before.content) == len(after.content) == 64 and before.content != after.content
+    assert open_train(tmp_path, vocab_size=100).content == after.content and open_train(tmp_path, vocab_size=100, verify="never").content == ""
+
+
 @pytest.mark.parametrize("vocabulary", [50_000, 128_256])
 @pytest.mark.parametrize("has_header", [False, True], ids=["raw", "header"])
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u2", ">u4", ">i8", "<f2", "<f4", "<f8", "<u1"])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,6 +203,21 @@ def test_examples_of_one_s_own_validation_set_that_are_trained_on_too_are_counte
     assert [note.partition(", so")[0] for note in notes] == [sentence]
     inputs.rows = open_rows(config.model_copy(update={"sft_data_path": str(stages.chats)}), "train", tokenizer, "never")
     assert len(describe_data(config, inputs)) == 1
+
+
+def test_documents_of_one_s_own_validation_set_that_are_trained_on_too_are_counted(stages, tmp_path):
+    """Whole, or but for the end that was held out; a common first sentence is no document."""
+    texts = [f"{'The stones of the wall are old. ' * 3}Stone {number} has {number * 7} corners.\n" * 3 for number in range(60)]
+    options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, None, workers=1)
+    few, many, own = (prepare_set("documents", write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in each]), tmp_path / name,
+                                  replace(options, validation_fraction=share))
+                      for name, each, share in (("few", texts[30:36], None), ("many", texts[:30], 0.0), ("own", texts[27:], 0.0)))
+    for data, count in ((many, 3), (few, 6)):
+        config = make_plan(stages.run("sft", tmp_path, TRAINING_STAGE="pretrain", PRETRAIN_DATA_PATH=data, VALIDATION_DATA_PATH=own).argv()).config
+        rows = {name: open_rows(config, split, load_tokenizer(config.tokenizer_path), "never") for name, split in (("rows", "train"), ("validation_rows", "validation"))}
+        _, *notes = describe_data(config, SimpleNamespace(**rows, description=""))
+        assert [note.partition(", so")[0] for note in notes] == [
+            f"VALIDATION_DATA_PATH={own}: {count} of 33 documents have the text of one that the run trains on"]
 
 
 def test_a_validation_set_of_one_s_own_is_asked_and_data_of_a_command_replaces_it(stages, tmp_path):

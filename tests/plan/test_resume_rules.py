@@ -24,9 +24,18 @@ CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 EVERYTHING = {"training_stage": "dpo", "lora_enabled": True, "distillation_enabled": True}  # every section plays a part
 
 
-def identity(config: Config, data: str, tokenizer: str) -> dict:
+def identity(config: Config, data: str, tokenizer: str, content: str = "", **saved: str) -> dict:
     tokenizer = SimpleNamespace(sha256=tokenizer, is_same=lambda other: other == tokenizer)
-    return Inputs.identity(SimpleNamespace(rows=SimpleNamespace(fingerprint=data), tokenizer=tokenizer), config)
+    rows = SimpleNamespace(fingerprint=data, sources=[SimpleNamespace(token_set=SimpleNamespace(content=content))])
+    return Inputs.identity(SimpleNamespace(rows=rows, tokenizer=tokenizer), config, saved={f"{config.training_stage.upper()}_DATA_PATH": "", **saved})
+
+
+def test_token_files_of_other_programs_are_compared_whole_if_both_were_read():
+    """An older version, or a start without verification, knows only samples of them."""
+    sampled, whole, other = "a" * 64, "b" * 64, "c" * 64
+    for data, content, saved, is_same in ((sampled, whole, whole + sampled, True), (sampled, other, whole + sampled, False), (sampled, whole, sampled, True),
+                                          (sampled, "", whole + sampled, True), (other, "", whole + sampled, False), (other, whole, sampled, False)):
+        assert (identity(Config(), data, "t", content, PRETRAIN_DATA_PATH=saved)["PRETRAIN_DATA_PATH"] == saved) == is_same
 
 
 def compared(state: dict, now: Config, now_identity: dict, sources: Mapping | None = None, **start) -> tuple[list[str], list[str]]:

@@ -244,7 +244,7 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_sa
 def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(unreadable, torn, tmp_path):
     path, lines, warnings = tmp_path / "metrics.jsonl", [b'{"step": 0}\n', b'{"step": 1, "text": "\xc3\xa9"}\n'], []
     path.write_bytes(lines[0] + unreadable + lines[1] + torn)
-    assert [entry.step for entry, _ in keep_lines(path, lambda entry: True, warnings.append)] == [0, 1]
+    assert [entry.step for entry in keep_lines(path, lambda entry: True, warnings.append)] == [0, 1]
     assert path.read_bytes() == b"".join(lines)
     aside = tmp_path / "metrics.jsonl.bad"
     assert warnings == ([f"{path}: 1 unreadable line moved to {aside.name}"] if unreadable else [])
