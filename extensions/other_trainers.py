@@ -240,6 +240,8 @@ def compute(layers: Sequence) -> None:
 
 def take_names(layer) -> None:
     """Give names of transformers that set nothing, or that replace others, their meaning there."""
+    if layer.named.get("fp16", ("",))[0] == "true":  # the other half of bf16=false
+        layer.problems[:] = [each for each in layer.problems if ": bf16=false " not in each]
     steps = str(layer.values.get("max_steps", ("",))[0])
     if steps == "-1":
         del layer.values["max_steps"]

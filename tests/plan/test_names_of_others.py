@@ -78,7 +78,7 @@ USED = [  # a file's content, and the settings that it sets
     (NANOGPT | {"n_head": 12, "n_embd": 96}, {"n_kv_heads": 12}),  # as many key/value heads
     (MEGATRON, {"total_batch_size": 4 * 64, "warmup_steps": 0.1, "n_kv_heads": 8}),
     (SIMPO, {"simpo_beta": 0.1, "simpo_gamma": 0.5}), (SIMPO | {"pref_beta": 2}, {"simpo_beta": 2, "simpo_gamma": 0.5}),
-    ({"torch_dtype": "bfloat16", "bf16": True}, {"precision": "bf16"}),
+    ({"torch_dtype": "bfloat16", "bf16": True}, {"precision": "bf16"}), ({"fp16": True, "bf16": False}, {"precision": "fp16"}),
     (NANOGPT, {"total_batch_size": 40 * 4 * 64}), ({**RATE, "max_steps": 9, "sequence_len": 64}, {"total_batch_size": 64, "micro_batch_size": 1})]
 
 
