@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ import lora
 import model_utils
 from checkpoint import store
 from checkpoint.huggingface import is_vocabulary
-from checkpoint.schema import read_entries
+from checkpoint.schema import REWARD, VALIDATION, read_entries
 from common.activity import tick
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
@@ -221,16 +221,20 @@ def result_line(run: Run, started: float, first: int) -> str:
                      "advance the schedule: "
                      f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
 
-    # Compare the last evaluations with the first ones, which an earlier process may have done.
+    # Compare the last evaluations with the first ones of the same items, perhaps by an earlier process.
     titles = {"val_loss": "loss", "val_reward": "reward", "val_reward_accuracy": "preference accuracy",
               **{f"{choices.name}_acc": choices.title for choices in run.inputs.choice_sets}}
-    before, is_same = {}, progress.first_val_loss is None  # on the same validation items as the last ones
+    before, items, since_step = {}, {}, Counter[str]()
+    for line in read_entries(run.folder / "evaluations.jsonl"):
+        if items.setdefault(line["name"], line["items"]) != line["items"]:
+            items[line["name"]], since_step[line["name"]] = line["items"], line["step"]
+    evaluation_of = {"val_loss": VALIDATION, "val_reward": REWARD, "val_reward_accuracy": VALIDATION}
     for line in read_entries(run.folder / "metrics.jsonl"):
         if line["step"] >= progress.step or latest.keys() & titles.keys() <= before.keys():
             break
-        is_same = is_same or line.get("val_loss") == progress.first_val_loss
         before |= {name: line[name] for name in titles.keys() & line.keys() - before.keys()
-                   if line[name] is not None and (is_same or not name.startswith("val_"))}
+                   if line[name] is not None
+                   and line["step"] >= since_step[evaluation_of.get(name, name.removesuffix("_acc"))]}
     for name, title in titles.items():
         if name not in latest:
             continue
