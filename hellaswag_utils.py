@@ -74,7 +74,6 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     """Return the first HELLASWAG_EXAMPLES items of a file, tokenized."""
     items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
-    wording = json_sha256([item[1:4] for item in items])
     tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
     counts, notes = Counter(name for item in items for name in item.unused), []
     if unused := ", ".join(f"{name} ({count:,})" for name, count in counts.items()):
@@ -86,15 +85,18 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     if cut := sum(task.is_cut for task in tasks):
         notes.append(f"has {cut:,} of {counted(len(tasks), 'context')} that lose their beginning, since they "
                      f"do not fit into {config.max_seq_len:,} tokens")
-    return ChoiceSet(named.name, named.title, tasks, chance, wording,
+    return ChoiceSet(named.name, named.title, tasks, chance, json_sha256([item[1:4] for item in items]),
                      [f"{named.setting}{named.path} {note}" for note in notes])
 
 
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     """Tokenize an item. A context that is too long loses its beginning."""
+    # Equal endings have one score, and only the first of them can be the answer, as with argmax.
+    different, first = [*dict.fromkeys(item.endings)], item.endings.index(item.endings[item.label])
+    label = -1 if first < item.label else len({*item.endings[:first]})
     # A token that spans the border belongs to the ending. Source: lm-evaluation-harness, `_encode_pair`.
     context_ids, *endings = (encode_rendered(tokenizer, text)[0] for text in (
-        item.context.rstrip(), *(f"{item.context} {ending}" for ending in item.endings)))
+        item.context.rstrip(), *(f"{item.context} {ending}" for ending in different)))
     endings = [ids[len(context_ids):] for ids in endings]
     longest = max(map(len, endings))
     if longest > max_seq_len:
@@ -118,7 +120,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         targets += [IGNORE_INDEX] * (len(head) - 1) + ending
         documents += [number] * (len(head) + len(ending) - 1)
     as_int32 = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
-    return Task(*as_int32, [*map(len, endings)], [*map(len, item.endings)], item.label, is_cut)
+    return Task(*as_int32, [*map(len, endings)], [*map(len, different)], label, is_cut)
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
@@ -170,8 +172,7 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
             indices = batches[min(number, len(batches) - 1)]
             batch = [tasks[index] for index in indices]
             logprobs_BE = ending_logprobs(model, batch, device)
-            labels_B = np.array([task.label for task in batch])
             characters_BE = by_item([length for task in batch for length in task.ending_characters], batch, 1)
-            correct_B2 = np.stack([scores_BE.argmax(axis=1) == labels_B
+            correct_B2 = np.stack([scores_BE.argmax(axis=1) == [task.label for task in batch]
                                    for scores_BE in (logprobs_BE, logprobs_BE / characters_BE)], axis=1)
             yield (indices, correct_B2) if number < len(batches) else ([], correct_B2[:0])

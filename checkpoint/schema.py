@@ -100,10 +100,7 @@ class Progress:
         return self.step - self.skipped_steps
 
     def note_validation(self, loss: float, skip_steps: int, items: str = "") -> bool:
-        """Record a validation loss; return whether it is a new best: finite, and not above the first.
-
-        On other items than before, the first and the best start again.
-        """
+        """Record a validation loss; return whether it is a new best, not above the first on these items."""
         if self.val_items not in ("", items):
             self.first_val_loss, self.best_val_loss = None, None
             self.best_step = self.validations_without_best = 0

@@ -314,6 +314,14 @@ def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tok
     assert_equal_judgement(harness(records), model, tokenizer, items)
 
 
+def test_of_equal_endings_the_first_is_the_answer_as_with_argmax(model, tokenizer, items):
+    """Their scores differ by rounding, as they have other places in the row."""
+    single = [item._replace(endings=item.endings[:2], label=0) for item in items[:9]]
+    doubled = [item._replace(endings=[*item.endings[:1] * 2, item.endings[1]], label=label) for item in single for label in range(3)]
+    expected = [[is_first, False, not is_first] for is_first in evaluate(model, prepared(single, tokenizer), 4000)[:, 0].tolist()]
+    assert evaluate(model, prepared(doubled, tokenizer), 4000)[:, 0].reshape(-1, 3).tolist() == expected
+
+
 CHAT = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 # Other sets: with marks in brackets, in which endings differ, doubled spaces, and spaces around a text; chats, in whose contexts
 # names of control tokens are these tokens; and with the wording and the labels of the tasks arc_easy and mmlu_continuation.
