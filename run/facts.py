@@ -176,13 +176,14 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 def identity_of_data(inputs: Inputs) -> dict[str, Any]:
     """Return the identity of the prepared data that a run reads."""
     prepared, held_out = [], inputs.validation_rows
+    content = "".join(source.token_set.content for source in inputs.rows.sources)
     for source in inputs.rows.sources:
         prepared.append({})  # token files of other programs have no manifest
         for name in ("journal.json", "manifest.json"):
             with suppress(OSError, ValueError):
                 prepared[-1] = read_json(source.token_set.folder / name).get("settings", {})
     return {"tokens": inputs.rows.fingerprint, "held_out": held_out.fingerprint if held_out else "",
-            "tokenizer": inputs.tokenizer.sha256,
+            "tokenizer": inputs.tokenizer.sha256, **({"files": content} if content else {}),
             "template": [each.get("chat_format_sha256", "") for each in prepared],
             "system_prompt": [each.get("system_prompt", "") for each in prepared]}
 
