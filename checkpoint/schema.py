@@ -248,7 +248,6 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
 
 
 def parse_line(line: bytes, file_name: str) -> Optional[Line]:
-    """Return the entry in a line of a log, or None if it does not match the schema."""
     with suppress(ValidationError):
         return SCHEMAS.get(file_name, Line).model_validate_json(line)
     return None

@@ -195,7 +195,6 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of the optimizer's state in a checkpoint; empty for an imported model."""
     path = Path(folder) / OPTIMIZER
     return open_tensors(path) if has_file(path) else {}
 

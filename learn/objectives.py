@@ -156,7 +156,6 @@ def frozen_logprobs(model: nn.Module, batch, compute: Callable = pair_logprobs) 
 
 
 def stored_reference(batch) -> Tensor:
-    """Return the reference's log-probabilities, computed before the run (`ReferencedRows`)."""
     return batch.stored["reference_BP2"]
 
 

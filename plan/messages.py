@@ -11,7 +11,6 @@ from plan.starts import Start
 
 
 def assigned(values: Mapping[str, Any]) -> str:
-    """Return the values that differ from the defaults as NAME=value, NAME=value."""
     return assignments({name: value for name, value in values.items()
                         if value != Config.model_fields[name].default}, ", ")
 

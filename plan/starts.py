@@ -88,7 +88,6 @@ class Asked(NamedTuple):
 
     @property
     def usual(self) -> str:
-        """The stage's usual setting for a start, to name in a remedy."""
         return self.config.usual_start.upper()
 
     def restarts(self, names: Iterable[str]) -> list[str]:

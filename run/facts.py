@@ -264,21 +264,18 @@ def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
 
 
 def adapters_sha256(folder: Path) -> str:
-    """Return the hash of adapters, or "" without any."""
     with suppress(FileNotFoundError), open(folder / peft.WEIGHTS_FILE, "rb") as file:
         return sha256(file)
     return ""
 
 
 def identity_of_start(folder: Path) -> dict[str, str]:
-    """Return the identity of a checkpoint by its manifest, or of a model by its weights."""
     if (folder / MANIFEST).exists():
         return {"manifest": store.read_manifest(folder)["sha256"]}
     return {"weights": weights_sha256(folder)}
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
-    """Return the folder of the model that a run started from, by its hash."""
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
     advice = f"set {config.start_setting} to the folder where it is now, by a flag"
     return find_by_hash(names, progress, run_dir, warn, advice, config.n_layers)

@@ -25,7 +25,7 @@ MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
-MOST_CORE_LINES = 13_492  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
+MOST_CORE_LINES = 13_484  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
 NOT_CORE = ("tests", "scripts", "extensions", "data_pipeline")
 KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org",
                "daringfireball.net",  # in the licence of a library
