@@ -269,28 +269,32 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     if config.model_type == "qwen3":  # each head's factor and, if it is not a view of a joint q k v, input
         inputs = compute_bytes * (attended + kv) * (not config.compile and config.lora_enabled)
         scores += FLOAT32 * (config.n_heads + config.n_kv_heads) + inputs
+    # Unless layers have adapters, v is a view of a joint q k v (without biases), and gate and up are views of
+    # one tensor. Trained layers keep their inputs, those with dropout each its own with a mask.
+    trained = targets_of(config) if config.lora_enabled else {*LORA_LAYERS}
+    trained_qkv, trained_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
+    is_joint = not (config.lora_enabled and trained_qkv) and config.model_type != "qwen2"
+    inputs = compute_bytes * config.dim * (bool(trained_qkv) + bool(trained_gate_up))
+    if config.lora_enabled and config.lora_dropout:
+        inputs = sum((compute_bytes + 1) * linear_shapes(config)[name][1] for name in trained - {"w2"})
+    inputs += compute_bytes * config.hidden_dim * ("w2" in trained)
+    low = len(targets_of(config)) * compute_bytes * config.lora_rank
     if not config.compile:
-        # Autograd saves, for a norm: its input, a factor for each token, and its output if the next layers
-        # are trained. For attention: rotated q and k, v, the attended values and their log-sums. For the
-        # feed-forward: gate, up, silu and (if w2 is trained) their product. Unless layers have adapters, v is
-        # a view of a joint q k v (without biases), and gate and up are views of one tensor.
-        trained = targets_of(config) if config.lora_enabled else {*LORA_LAYERS}
-        trained_qkv, trained_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
-        is_joint = not (config.lora_enabled and trained_qkv) and config.model_type != "qwen2"
-        joint = heads - kv if is_joint else 0
-        inputs = bool(trained_qkv) + bool(trained_gate_up)
-        kept = compute_bytes * (config.dim * (norms + inputs) + heads + joint + attended
-                                + (3 + ("w2" in trained)) * config.hidden_dim)
-        kept += len(targets_of(config)) * compute_bytes * config.lora_rank
-        kept += 2 * config.dim * (config.dropout > 0)  # masks
+        # Autograd saves, for a norm: its input and a factor for each token. For attention: rotated q and k,
+        # v, the attended values and their log-sums. For the feed-forward: gate, up and silu.
+        kept = compute_bytes * (config.dim * norms + heads + (heads - kv) * is_joint + attended
+                                + 3 * config.hidden_dim)
+        kept += inputs + low + 2 * config.dim * (config.dropout > 0)  # masks
         return kept + FLOAT32 * (norms + config.n_heads) + scores
-    # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
-    # attended values and their log-sums, the output of wo, gate and up, and the norms' inputs and factors ...
+    # The compiler's partitioner keeps the input, v, rotated q and k (also before the rotation, if v is a view
+    # of all three or they have norms), the attended values and their log-sums, the output of wo, gate and up,
+    # and the norms' inputs and factors ...
+    projected = (heads - kv) * (is_joint or config.model_type == "qwen3")
     least = compute_bytes * config.dim
-    half = norms * least + compute_bytes * (2 * heads - kv + attended + 2 * config.hidden_dim)
-    half += FLOAT32 * (config.n_heads + norms) + scores
-    # ... and, to save cheap operations only, both norms' outputs and the product of gate and up.
-    whole = half + compute_bytes * (2 * config.dim + config.hidden_dim)
+    half = norms * least + compute_bytes * (heads + projected + attended + 2 * config.hidden_dim)
+    half += FLOAT32 * (config.n_heads + norms) + scores + low
+    # ... and, to save cheap operations only, the inputs: both norms' outputs, and the product of gate and up.
+    whole = half + inputs
     if config.activation_checkpointing != "selective" or config.activation_memory_budget == 1:
         return whole
     # A budget of 0 keeps only the input, 1 keeps all; below `half`, matmuls and attention are recomputed.
@@ -320,8 +324,8 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
         copied = sum(math.prod(shapes[name]) for joined in (("wq", "wk", "wv"), ("w1", "w3"))
                      for name in joined if targets_of(config).isdisjoint(joined))
     budget = config.activation_memory_budget if config.activation_checkpointing == "selective" else 1
-    if budget == 1 and compute_bytes != weight_bytes(config) and not sharded and not config.lora_enabled:
-        copied = in_block
+    if budget == 1 and compute_bytes != weight_bytes(config) and not sharded:
+        copied = copied + adapter_count(config) / config.n_layers if config.lora_enabled else in_block
     elif budget < MATMULS_KEPT:
         copied = 0
     in_matrix = padded(vocab_size) * config.dim
@@ -461,8 +465,11 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         waiting *= weight_bytes(config) / FLOAT32
     learned = sizes.learned if sharded else waiting
     inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks
+    if config.compile and config.lora_enabled:  # the product is gone when the gate's gradient arrives
+        inside -= compute_bytes * tokens * (config.dim + config.hidden_dim * ("w2" in targets_of(config)))
     last_norm = 0 if config.compile else FLOAT32 * 3 * tokens * config.dim + blocks / 2 + learned
     inside += whole if recomputed else 0
+    again = compute_bytes * tokens * config.dim * recomputed  # the block's input is kept anyway
     later = kept * (1 - 1 / config.n_layers)
     # A live reference runs after the model's forward, which keeps the logits if they are one chunk.
     reference = 0
@@ -480,7 +487,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         if not before and gradients:  # one of them is the gradient
             whole_gradients -= 0.5
     end = exchanged * sharded + whole_gradients * sizes.learned
-    phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
+    phases = [(before, kept, working) for working in (head, last_norm, inside + learned - again, reference)]
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
                (gradients, 0, muon_bytes(config, device_type))]
     if config.training_stage == "grpo":

@@ -13,7 +13,7 @@ from config import Config, ModelConfig, rules
 from extensions import cost
 from extensions.cost import activation_bytes, estimate_memory
 from extensions.forecast import GIB, TIGHT, forecast_memory, memory_advice
-from model import AttentionPlan, TransformerBlock
+from model import AttentionPlan, Dropout, Transformer
 from model_kernels import head, matmul
 from model_utils import DTYPES
 from plan.make import make_plan
@@ -140,10 +140,17 @@ def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) 
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table)
     with FakeTensorMode(allow_non_fake_inputs=True), torch._functorch.config.patch(activation_memory_budget=budget):
-        block = TransformerBlock(config)
+        model = Transformer(config, 128, torch.bfloat16)
+        if config.lora_enabled:
+            lora.add_adapters(model, config, torch.Generator())
+            lora.cast_base(model, torch.bfloat16)
+        (block,) = model.layers
         if gathered:
             lora.cast_base(block.requires_grad_(False), torch.bfloat16)
             block.requires_grad_(True)
+        for module in block.modules():
+            if isinstance(module, Dropout):
+                module.keys_B = torch.zeros(rows, dtype=torch.int32)
         angles = torch.empty(1, length, 1, config.head_dim)
         x_BTD = torch.empty(rows, length, config.dim, dtype=torch.bfloat16, requires_grad=True)
         torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionPlan("sdpa", angles, angles)).sum().backward()
@@ -158,16 +165,28 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
     monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as a GPU does
 
     def forecast(budget: float, **changes) -> tuple[float, float]:
-        config = Config(**shape, activation_checkpointing="selective", activation_memory_budget=budget, **changes)
+        config = Config(**shape, n_layers=1, activation_checkpointing="selective", activation_memory_budget=budget, **changes)
         return activation_bytes(config, 2), cost.sizes_of(config, 128, 2, "cuda").copies
 
-    config = Config(**shape)
+    config = Config(**shape, n_layers=1)
     for budget in (1.0, 0.9):
         assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
     assert kept_by_the_compiler(config, 0.9, gathered=True) == pytest.approx(forecast(0.9, sharding="full"), rel=0.01)
     assert forecast(0.9)[0] < 0.75 * forecast(1.0)[0] and forecast(0.9)[1] < forecast(1.0)[1]
     tokens, copies = kept_by_the_compiler(config, 0.0)  # it saves whole tensors, and views of larger ones
     assert tokens < 1.15 * forecast(0.0)[0] and copies == forecast(0.0)[1] == 0
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3"}, *(pytest.param(each, marks=slow) for each in (
+    {"model_type": "qwen2"}, {"lora_target_modules": "wq,wv"}, {"lora_target_modules": "w1,w2,w3"}, {"lora_dropout": 0.1}))])
+def test_the_forecast_of_a_compiled_block_with_adapters_is_what_the_partitioner_keeps(changes, monkeypatch):
+    """Without a joint q k v, the projected ones are not kept, and each adapter keeps its product with the rank."""
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as a GPU does
+    config = Config(**LORA | {"dim": 768, "n_layers": 1, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048} | changes)
+    tokens, copies = kept_by_the_compiler(config, 1.0)
+    assert tokens == pytest.approx(activation_bytes(config, 2), rel=0.03 if config.lora_dropout else 1e-3)
+    assert copies == pytest.approx(cost.sizes_of(config, 128, 2, "cuda").copies, rel=0.03)
 
 
 @pytest.mark.parametrize("changes, gigabytes, factor", [
