@@ -449,14 +449,15 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     # weights, and those of the next block.
     exchanged = (FLOAT32 if sharded else weight_bytes(config)) * sizes.block_count
     exchanged *= sharded or config.compile
-    blocks = 2 * sizes.block_weights if sharded else 0
+    received = config.ranks_per_copy > 1  # a single rank copies a block when its turn comes
+    blocks = (1 + received) * sizes.block_weights if sharded else 0
 
     # The head: the last norm's input and output. What was gathered last
     # (the head or, if that is the embedding, the last block) exists twice, as received. DPO peaks in the
     # backward, when the last block arrives.
     norm = 2 * tokens * config.dim * compute_bytes
     arrived = blocks / 2 if config.tie_embeddings or config.training_stage in ("dpo", "grpo") else gathered
-    head = norm + gathered + arrived
+    head = norm + gathered + arrived * received
     head += head_bytes(config, vocab_size, compute_bytes, chunks, sizes, device_type)
     # The backward of its first blocks, with the gradients of product, gate, up and residual stream. The
     # head's gradient waits for its exchange, and for the embedding's if they are one matrix.
