@@ -295,9 +295,9 @@ def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> di
 
     Return the sums over the micro-batches, on the device: "loss" first, then the objective's metrics.
     """
-    # DDP's buckets keep the gradients of several ranks.
-    run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
-    reducer.model.train()  # an evaluation may have switched dropout off
+    run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)  # DDP's buckets keep them otherwise
+    if not run.model.training:  # an evaluation switched dropout off; always to visit all modules takes time
+        reducer.model.train()
     sums: dict[str, Tensor] = {}
     config, ranks, step = run.config, run.ranks, run.progress.step
     micro_batches = config.rows_per_step // config.micro_batch_size
