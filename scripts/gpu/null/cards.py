@@ -2,10 +2,10 @@
 
     FOLDER/run python scripts/gpu/null/cards.py --output RESULTS
 
-For each method and card, the largest model must take them. The next larger one, with one row of 2,048 tokens
-and all activations recomputed, should run out of memory: if it does not, the forecast is too careful there.
-Weights are zeros that need no disk and no host memory. The exit code is 1 if a model that is named does not
-run.
+For each method and card, the largest model must take them, within 2 % of the forecast. The next larger one,
+with one row of 2,048 tokens and all activations recomputed, should run out of memory: if it does not, the
+forecast is too careful there. Weights are zeros that need no disk and no host memory. The exit code is 1 if
+a model that is named does not run, or if its forecast is off.
 """
 
 import json
@@ -24,13 +24,13 @@ from data_preparation_utils import PreparationOptions, prepare_set  # noqa: E402
 from plan.layers import read_preset  # noqa: E402
 from plan.names import validate  # noqa: E402
 from scripts.dev.write_docs import CARDS, METHODS, MODELS, largest_that_fits  # noqa: E402
-from scripts.gpu import parts  # noqa: E402
 from scripts.gpu.parts import Task  # noqa: E402
 
 BEGIN, END = "<|begin|>", "<|end|>"
 TEMPLATE = ("{{ bos_token }}{% for each in messages %}{% if each.role == 'assistant' %}{% generation %}"
             "{{ each.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ each.content }}{% endif %}\n"
             "{% endfor %}")
+PER_CENT = 2
 SHORTEST = (2048, 1, "block")
 LARGE_DISK = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=2**50)"
 
@@ -80,21 +80,28 @@ def make_model(folder: Path, preset: str) -> Path:
 
 
 def prepared(folder: Path, vocab: int) -> Path:
-    """Prepare the sample's questions for a tokenizer of that size."""
-    output = folder / f"questions-{vocab}"
+    """Prepare chats for a tokenizer of that size. Nearly all tokens are targets, as the forecast assumes."""
+    output = folder / f"chats-{vocab}"
     if not output.exists():
         tokenizer = make_tokenizer(folder / f"tokenizer-{vocab}", vocab)
+        chats = [{"messages": [{"role": "user", "content": str(number)},
+                               {"role": "assistant", "content": "abcdefghi" * 110}]}
+                 for number in range(1000)]
+        source = folder / "chats.jsonl"
+        source.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
         options = PreparationOptions(str(tokenizer), "auto", 100_000_000, None)
-        prepare_set("chats", str(folder / "sample" / "questions.jsonl"), output, options)
+        prepare_set("chats", str(source), output, options)
     return output
 
 
-def peak_of(task: Task, preset: str, method: str, memory: int, how: tuple[int, int, str]) -> float:
-    """Return the peak GiB of two steps of SFT on a card of so many GB; 0 if it runs out of memory."""
+def memory_of(task: Task, preset: str, method: str, memory: int, how: tuple[int, int, str]
+              ) -> tuple[float, float]:
+    """Return forecast and peak GiB of two steps of SFT on a card of so many GB; 0 if memory runs out."""
     (length, rows, recomputed), changes = how, METHODS[method]
     settings: dict[str, Any] = {
         "preset": preset, "training_stage": "sft", "device": "cuda", "max_seq_len": length,
         "micro_batch_size": rows, "activation_checkpointing": recomputed, "async_save": False,
+        "sharding": "none",
         "total_batch_size": length * rows * (1 if changes.get("update_in_backward") else 2),
         "sft_data_path": prepared(task.folder, MODELS[preset]),
         "output_dir": task.runs, "run_name": re.sub(r"\W+", "-", f"{preset} {method} {memory}"),
@@ -115,13 +122,16 @@ def peak_of(task: Task, preset: str, method: str, memory: int, how: tuple[int, i
     if code and "out of memory" not in output:
         task.note(fault=f"{preset}, {method}, {memory} GB: exit code {code}")
         raise RuntimeError(f"{preset}, {method}: exit code {code}")
-    return 0 if code else max(peaks) / 2**30
+    if code:
+        return 0, 0
+    record = json.loads((task.runs / settings["run_name"] / "config.json").read_text("utf-8"))
+    return record["memory_forecast_gib"], max(peaks) / 2**30
 
 
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER",
-                        help="for the sample, models, runs and table")
+                        help="for the models, chats, runs and table")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], metavar="METHOD",
                         help=f"of {', '.join(METHODS)}")
     parser.add_argument("--cards", nargs="+", type=int, choices=CARDS, default=CARDS, metavar="GB",
@@ -130,9 +140,8 @@ def main() -> None:
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     task = Task("cards", "cuda", False, folder, 3600, folder / "figures.jsonl")
-    if not (folder / "sample" / "unpaired").exists():
-        parts.sample(task)
-    lines = ["| trained | card | model | peak GiB | the next larger one |", "|---|---|---|---|---|"]
+    lines = ["| trained | card | model | rows | forecast GiB | allocated GiB | the next larger one |",
+             "|---|---|---|---|---|---|---|"]
     faults = 0
     for method in options.methods:
         for memory in options.cards:
@@ -141,13 +150,14 @@ def main() -> None:
             larger = [*MODELS][[*MODELS].index(fitting[-1]) + 1 if fitting else 0:][:1]
             cells = [method, f"{memory} GB"]
             for preset in fitting[-1:]:
-                peak = peak_of(task, preset, method, memory, ways[preset])
-                faults += not peak
-                cells += [f"`{preset}`", f"{peak:.2f}" if peak else "out of memory"]
-            if not fitting:
-                cells += ["none", ""]
+                length, rows, recomputed = ways[preset]
+                forecast, peak = memory_of(task, preset, method, memory, ways[preset])
+                faults += not peak or abs(forecast / peak - 1) > PER_CENT / 100
+                cells += [f"`{preset}`", f"{length:,} x {rows}, {recomputed}", f"{forecast:.2f}",
+                          f"{peak:.2f}" if peak else "out of memory"]
+            cells += ["none", "", "", ""] * (not fitting)
             for preset in larger:
-                peak = peak_of(task, preset, method, memory, SHORTEST)
+                _, peak = memory_of(task, preset, method, memory, SHORTEST)
                 cells += [f"`{preset}`: " + (f"{peak:.2f} GiB, runs" if peak else "out of memory")]
             lines.append(f"| {' | '.join(cells)}{'' if larger else ' | '} |")
             (folder / "cards.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
