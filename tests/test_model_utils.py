@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from factories import new_model
 from torch.torch_version import TorchVersion
 
 import model
@@ -80,3 +81,27 @@ def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compile
     monkeypatch.setattr(model_utils, "why_no_kernel", lambda _, real=model_utils.why_no_kernel.__wrapped__: real("cpu"))
     reason = model_utils.why_not_compile(Config(), "cuda")
     assert reason is None if message is None else re.search(message, reason) and "\n" not in reason
+
+
+@pytest.mark.filterwarnings("default")
+def test_blocks_compiled_under_ddp_stay_whole(tmp_path, monkeypatch):
+    """torch's optimizer for DDP would split their graphs, and keep more for the backward."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    def fail(*_):
+        raise AssertionError("DDPOptimizer splits a graph")
+
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", fail)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, **options, backend="eager"))
+    torch._dynamo.reset()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 64)
+        model_utils.compile_model(network)
+        parallel = torch.nn.parallel.DistributedDataParallel(network)
+        tokens = torch.arange(16)[None]
+        parallel(tokens, tokens, mode="sum").backward()
+    finally:
+        torch.distributed.destroy_process_group()
+        torch._dynamo.reset()

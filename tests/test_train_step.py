@@ -205,3 +205,31 @@ def check_bf16_weights() -> None:
 
 def test_two_ranks_average_the_gradients_of_bf16_weights(tmp_path):
     run_ranks(check_bf16_weights, world_size=2, folder=tmp_path)
+
+
+class Placed(NextToken):
+    """Records the address of each gradient before each micro-batch."""
+
+    def __init__(self):
+        self.places = []
+
+    def loss_sum(self, model, batch):
+        self.places.append([parameter.grad is not None and parameter.grad.data_ptr() for parameter in model.parameters()])
+        return super().loss_sum(model, batch)
+
+
+def check_buckets() -> None:
+    ranks, objective, step = start_ranks("cpu", 60), Placed(), train.train_step
+
+    def thrice(*arguments):
+        return [step(*arguments) for _ in range(3)][-1]
+
+    train.train_step = thrice
+    a_step(uneven_batches(2)[ranks.rank * 2:ranks.rank * 2 + 2], ranks=ranks, choose=lambda config: objective)
+    first, second = objective.places[-2:]
+    assert first == second and all(first), "of the third step: DDP orders its buckets anew in the second"
+    stop_ranks()
+
+
+def test_the_gradients_of_several_ranks_stay_in_the_buckets_of_their_exchange(tmp_path):
+    run_ranks(check_buckets, world_size=2, folder=tmp_path)

@@ -16,6 +16,7 @@ from checkpoint.tensors import read_optimizer
 from common.errors import CheckpointError, DataError
 from common.files import BINARY_STARTS
 from data_pipeline import shards
+from data_pipeline.prepare import describe_split, name_set
 from data_pipeline.source_files import Source
 from data_pipeline.sources import Reading, flaw_of, read_texts
 from dataloaders import Mixing, RowOrder, pack
@@ -238,3 +239,30 @@ def test_any_flipped_bit_of_any_checkpoint_is_found(tmp_path_factory, files, rng
     flip_bit(path, rng)
     with pytest.raises(CheckpointError, match=path.name):
         store.verify(folder)
+
+
+@given(problems, st.randoms(use_true_random=False))
+def test_the_bins_follow_from_the_lengths_alone(problem, random):
+    lengths, capacity = np.array(problem[0], np.int64), problem[1]
+    packing, again = pack(lengths, capacity), pack(lengths.astype(np.int32), capacity)
+    assert packing.items.tolist() == again.items.tolist() and packing.offsets.tolist() == again.offsets.tolist()
+    order = np.array(random.sample(range(len(lengths)), len(lengths)), np.int64)
+    shuffled = pack(lengths[order], capacity)
+    for bin in range(len(packing)):
+        assert lengths[order][shuffled.items_in(bin)].tolist() == lengths[packing.items_in(bin)].tolist()
+    assert len(shuffled) == len(packing)
+
+
+@pytest.mark.parametrize("held_out, total, share", [(1, 40, "0.4 holds out about 16"), (9, 150, "0.1 holds out about 15"), (10, 200, ""), (2, 19, "")])
+def test_too_few_held_out_examples_for_a_verdict_are_said_if_there_could_be_more(held_out, total, share):
+    splits = {"train": {"documents": total - held_out}, "validation": {"documents": held_out}}
+    manifest = {"kind": "chats", "rules": 2, "settings": {"validation_fraction": None}, "splits": splits, "source": {"sources": [{"path": "a"}]}}
+    few = [line for line in describe_split(manifest) if line.startswith("Held out")]
+    assert [line.partition("--validation-fraction ")[2] for line in few] == [share] * bool(share)
+
+
+def test_a_name_that_moves_to_another_set_is_said(tmp_path, capsys):
+    for number in (1, 2, 2):
+        (tmp_path / f"set{number}").mkdir(exist_ok=True)
+        assert name_set(tmp_path / f"set{number}", "chats.jsonl") == tmp_path / "chats"
+    assert capsys.readouterr().out == f"{tmp_path / 'chats'} is this set now; a run of the earlier one needs its folder, set1\n"

@@ -455,3 +455,19 @@ def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
     if b"last" in content:
         found, reading = rows_of(tmp_path / "x.csv", skip_bad=True)
         assert [record["text"] for _, record in found] == ["first", "last"] and reading.bad == 1
+
+
+def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_path, capsys):
+    write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", ".a.jsonl", "LICENSE.txt")
+    (tmp_path / "c.jsonl").touch()
+    assert len(texts_of(tmp_path)[0]) == 3
+    assert ("reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: "
+            "1 empty (c.jsonl); 1 hidden (.a.jsonl); 1 missing (x-00001-of-00003.jsonl)") in capsys.readouterr().err
+
+
+def test_a_file_with_the_content_of_another_one_is_named(tmp_path, capsys):
+    for name, text in (("a", "one"), ("a (1)", "one"), ("b", "two"), ("empty", ""), ("empty too", "")):
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(text) if text else "")
+    identify(Source(path=str(tmp_path)), {})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [f"{tmp_path}/a.jsonl has the content of {tmp_path}/a (1).jsonl, and is read too"]

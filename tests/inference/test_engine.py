@@ -14,6 +14,7 @@ from checkpoint import huggingface
 from config import ModelConfig
 from extensions.inference import engine as engine_module
 from extensions.inference.engine import (
+    TOP_CANDIDATES,
     Engine,
     Request,
     Sampling,
@@ -24,6 +25,7 @@ from extensions.inference.engine import (
     penalize,
 )
 from model import Transformer
+from model_utils import model_on_meta
 from tokenizer import load_tokenizer
 
 VOCAB = 61
@@ -349,3 +351,45 @@ def test_by_id_a_draw_inverts_the_sum_of_the_probabilities_in_the_order_of_ids()
         assert (ends % 7 > 0).all() and (draw or (ends == 1).all())
     nan = choose(torch.full((2, 9), torch.nan), torch.tensor([0.0, 0.9]), SamplingTensors(samplings[:2]))
     assert ((nan >= 0) & (nan < 9)).all()
+
+
+class HostTraffic(TorchDispatchMode):
+    """Notes the operations that take data from the host to the device, here the meta device; reading from it is an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, found))
+                   if isinstance(leaf, torch.Tensor) and (leaf.ndim or leaf.is_meta)}
+        if devices == {"cpu", "meta"}:
+            self.operations.append(str(operation))
+        return found
+
+
+@pytest.mark.parametrize("sampling, prompts", [
+    (Sampling(), [PROMPTS[0]] * 2), (DRAWN, PROMPTS[:2]), (Sampling(temperature=0.7), [PROMPTS[0]] * 2)],
+    ids=["greedy, even", "drawn, uneven", "tempered, even"])
+def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_tokens(sampling, prompts, monkeypatch):
+    """With some requests greedy, and a free row between those that are written."""
+    vocabulary = TOP_CANDIDATES + 100  # on the device it cannot be asked whether the most likely tokens suffice
+    model = model_on_meta(ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=16), vocabulary, torch.bfloat16)
+    engine, made, tensor, reads = Engine(model, 4, 400), [], torch.tensor, []
+    monkeypatch.setattr(torch, "tensor", lambda *args, **options: made.append(args) or tensor(*args, **options))
+    monkeypatch.setattr(engine_module, "same_on_all", lambda _, next_R: reads.append(next_R) or next_R)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda next_R: [len(reads)] * len(next_R))
+    short = Request([1, 2, 3], 2)
+    requests = [Request(prompts[0], 30, sampling), short, Request(prompts[1], 30, sampling), Request([5], 30)]
+    for request in requests:
+        engine.add(request)
+    while short.finish_reason is None or len(requests[0].output_ids) < 4:
+        engine.step()
+    made.clear(), reads.clear()
+    with HostTraffic() as traffic:
+        for _ in range(20):
+            assert len(engine.step()) == 3
+    assert (made, traffic.operations, len(reads)) == ([], [], 20)
+    assert requests[0].output_ids[-20:] == [*range(1, 21)]
+    assert engine.cache.keys.is_meta

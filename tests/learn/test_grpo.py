@@ -1,5 +1,6 @@
 """GRPO compared with TRL, the invariants of its loss and advantages, and the built-in rewards."""
 
+import json
 import math
 from collections import defaultdict
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from extensions.online import (
     GRPO,
     STD_EPSILON,
     Answer,
+    Rewards,
     Rollouts,
     advantages,
     validation_reward,
@@ -287,3 +289,9 @@ def test_built_in_rewards(name, answer, record, expected):
     if name == "math_verify":
         pytest.importorskip("math_verify")
     assert BUILT_IN[name]("prompt", answer, record) == expected
+
+
+@pytest.mark.parametrize("name, is_said", [("exact", True), ("contains", True), ("math", False)])
+def test_a_reward_that_compares_whole_answers_says_so_where_they_mark_a_number(name, is_said):
+    notes = Rewards(f"REWARD={name}", [(name, 1.0)]).check([("1+2?", json.dumps({"answer": "1+2=3\n#### 3"}))], "")
+    assert notes == [f"REWARD={name} compares the whole of answers such as '1+2=3\\n#### 3'; REWARD=math compares the number after ####"] * is_said

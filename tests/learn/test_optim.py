@@ -1,14 +1,19 @@
+import hashlib
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import new_model
+from factories import new_model, run_ranks
 
 from common.errors import CheckpointError, SettingsError
-from config import ModelConfig, OptimConfig
+from config import Config, ModelConfig, OptimConfig
+from learn import optim
 from learn.optim import Muon, Optimizer
 from model import Transformer
-from parallel.ranks import Ranks
+from model_utils import build_model
+from parallel.fsdp import is_divided, local_rows, put
+from parallel.ranks import Ranks, start_ranks, stop_ranks
 
 VOCAB = 100
 
@@ -106,3 +111,57 @@ def test_factors_are_the_rates_of_torchs_parameter_groups(kind):
 def test_factors_without_one_meaning_are_refused(factors, message):
     with pytest.raises(SettingsError, match=message):
         Optimizer(make_model(), OptimConfig(learning_rate_factors=factors))
+
+
+WIDE = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 77, "max_seq_len": 32, "total_batch_size": 128,
+        "optimizer": "muon", "learning_rate": 0.01, "compile": False}
+
+
+def hash_of_updates(settings: dict) -> None:
+    """Take three steps, of which one is left out, with the same gradients on every rank.
+
+    Prints how many matrices this rank orthogonalised, and on rank 0 a hash of all weights and optimizer state.
+    """
+    from torch.distributed.tensor import DTensor  # takes a second, and only these processes need it
+
+    ranks, computed = start_ranks("cpu", 60), []
+    config = Config(**WIDE | settings)
+    model = build_model(config, 300, ranks, torch.float32)
+    optimizer, iterate = Optimizer(model, config, ranks), optim.newton_schulz
+    optim.newton_schulz = lambda matrices_PRC: computed.append(len(matrices_PRC)) or iterate(matrices_PRC)
+    rng = torch.Generator().manual_seed(5)
+    for left_out in (0.0, 1.0, 0.0):
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=rng)
+            parameter.grad = torch.zeros_like(parameter)
+            put(parameter.grad, gradient)
+        optimizer.step(0.01, torch.tensor(2.0), torch.tensor(left_out))
+        optimizer.zero_grad()
+    tensors = {name: (local_rows(parameter), parameter) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, value in optimizer.state_tensors().items():
+        tensors[name] = value, parameters[name.rpartition(".")[0]] if value.ndim else value
+    digest = hashlib.sha256()
+    for name, (rows, like) in sorted(tensors.items()):
+        whole = rows if not is_divided(like) else DTensor.from_local(
+            rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()).full_tensor()
+        digest.update(name.encode() + whole.detach().numpy().tobytes())
+    print(f"{digest.hexdigest()} after {sum(computed)} matrices", flush=True)
+    stop_ranks()
+
+
+FULL, HYBRID = {"sharding": "full"}, {"sharding": "hybrid", "shard_degree": 2}
+
+
+def test_ranks_divide_the_matrices_of_muon_and_get_the_bits_of_one_process(tmp_path):
+    def run(ranks: int, changes: dict) -> list[tuple[str, int]]:
+        text = run_ranks(hash_of_updates, changes | {"world_size": ranks}, world_size=ranks, folder=tmp_path)
+        return [(found[1], int(found[2])) for found in re.finditer(r"(\w{64}) after (\d+) matrices", text)]
+
+    [(whole, every)] = run(1, {})
+    assert every == 3 * 7 * WIDE["n_layers"]
+    for world_size, settings, share in ((4, {}, 4), (4, HYBRID, 2), (3, FULL, 3)):
+        found = run(world_size, settings)
+        assert {digest for digest, _ in found} == {whole} and len(found) == world_size, settings
+        counts = [count for _, count in found]
+        assert sum(counts) == every * world_size // share and max(counts) <= 1.25 * every / share, (settings, counts)

@@ -496,3 +496,12 @@ def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
     for setting in ("resume", "pretrain-checkpoint"):
         with pytest.raises(CheckpointError, match="there is no checkpoint '/of/mine/x' in"):
             load(f"--{setting}=~/x")
+
+
+def test_an_ordinary_environment_raises_no_alarm():
+    ordinary = """
+        PATH HOME LANG TERM SHLVL DISPLAY TMPDIR HOSTNAME _ PS1 VIRTUAL_ENV CUDA_HOME NVIDIA_VISIBLE_DEVICES NCCL_DEBUG HF_HOME
+        TORCH_HOME WANDB_NAME WANDB_RUN_ID RANK LOCAL_RANK GROUP_RANK LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_PORT
+        TORCHELASTIC_MAX_RESTARTS SLURM_STEP_ID OMPI_COMM_WORLD_SIZE COMPILER COMPILE_COMMANDS DEVICES DEBUGGER DATA_DIRS OUTPUT
+        MODEL_PATH MODEL_NAME MODEL_ID device resume seed compile PRESETS SEEDS NODE_ENV""".split()
+    assert [key for key in (*ordinary, *os.environ) if misspelled(key)] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, is_rank
+from factories import UNMEASURED, TinyRun, assert_same_run, is_rank
 from safetensors.torch import load_file
 
 from checkpoint import store
@@ -183,3 +183,17 @@ def test_a_restart_keeps_the_settings_of_the_files_that_were_edited_meanwhile(pr
     monkeypatch.setenv("PADDOCK_RESTART", json.dumps({"restart": 1, "cause": "a crash", "settings": settings}))
     assert run.train() == 0
     assert run.hashes(4) == whole.hashes(4) and run.steps_saved()[-1] == 4
+
+
+def other_settings() -> None:
+    """Rank 1 finds other settings in its environment than rank 0."""
+    if is_rank(1):
+        os.environ |= {"SEED": "7", "MAX_STEPS": "1", "LEARNING_RATE": "1", "SAVE_EVERY": "1", "VALIDATE_EVERY": "1", "PRECISION": "bf16"}
+
+
+def test_ranks_get_the_plan_of_rank_0_and_read_no_settings(prepared, tmp_path):
+    settings = {**UNMEASURED, "MAX_STEPS": 3}
+    run, other = (TinyRun(prepared, tmp_path / name, **settings) for name in ("same", "other"))
+    run.ends([0, 0])
+    other.ends([0, 0], other_settings)
+    assert_same_run(run, other, 3)
