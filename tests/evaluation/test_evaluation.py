@@ -32,7 +32,7 @@ ROWS = 5
 @pytest.fixture
 def measured(whole):
     config = make_plan(whole.argv()).config
-    model, tokenizer = load_model(whole.checkpoint(6))[0], load_tokenizer(config.tokenizer_path)
+    model, tokenizer = load_model(whole.checkpoint(6), dtype=torch.float32)[0], load_tokenizer(config.tokenizer_path)
     return model, tokenizer, open_rows(config, "validation", tokenizer, "never")
 
 

@@ -73,7 +73,7 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
     assert run.train(RUN_NAME="adapted", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=4, LEARNING_RATE=0.02, **LORA) == 0
     adapted = pytest.importorskip("peft").PeftModel.from_pretrained(other, run.folder.parent / "adapted" / "checkpoints" / "step-00000004")
     prompts = [[*range(1, 1 + length)] for length in (3, 17)]
-    for model, reference in ((load_to_generate(folder), expected), (load_to_generate(find_model(str(tmp_path / "whole" / "adapted"))), adapted)):
+    for model, reference in ((load_to_generate(folder, weights="fp32"), expected), (load_to_generate(find_model(str(tmp_path / "whole" / "adapted")), weights="fp32"), adapted)):
         actual = generate(model[0], prompts, 12)
         for prompt, ids in zip(prompts, actual):
             written = reference.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
