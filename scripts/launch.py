@@ -71,7 +71,7 @@ HINTS = {"SIGKILL": " (out of memory? see dmesg)",
 
 def make_parser() -> CommandParser:
     parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
-                           prog="python scripts/launch.py", usage="%(prog)s [flags] [train.py] [settings]")
+                           prog="scripts/launch.py", usage="%(prog)s [flags] [train.py] [settings]")
     group = parser.add_argument_group("this machine")
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                        help="number of ranks (default: one per GPU, or 1)")
