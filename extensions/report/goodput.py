@@ -62,8 +62,8 @@ class Process:
 
     @property
     def last_sign(self) -> float:
-        if self.end:  # the launcher's may be much later than the rank's own
-            return next(event["time"] for event in self.events if event["event"] == "end")
+        if self.end:
+            return self.end["time"]
         previous = (self.following or {}).get("previous_time") or 0.0
         return max([event["time"] for event in self.events] + [self.last_time or 0.0, previous])
 

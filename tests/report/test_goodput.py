@@ -67,8 +67,7 @@ def test_steps_that_a_kill_has_cost_are_repeated_steps(read):
 
 
 def test_a_stop_by_a_signal_repeats_no_steps_and_records_its_reason(read):
-    run = read([start(0, 0), save(25, 12), {"time": 26, "step": 12, "event": "end", "reason": "rank 0 stops"},
-                {"time": 40, "step": 12, "event": "end", "reason": "stopped by a signal"},
+    run = read([start(0, 0), save(25, 12), {"time": 26, "step": 12, "event": "end", "reason": "stopped by a signal"},
                 start(86, 12, 12, 20, seconds=10), {"time": 110, "step": 20, "event": "end", "reason": "Loss spike at step 20."},
                 start(120, 20, 20, 105), {"time": 130, "step": 22, "event": "end", "reason": "finished"}],
                [line(20, 12, 1.0), line(105, 20, 2.0), line(130, 22, 5.0)])
