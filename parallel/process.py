@@ -36,6 +36,7 @@ RESTART = "PADDOCK_RESTART"  # JSON: see scripts/launch.py
 # Files beside a rank's error file: it has state to save; the folder into which the run writes; settings of
 # `.env`, presets and files, which an automatic restart uses again.
 JOINED, RUN_FOLDER, SETTINGS = "joined", "run-folder", "settings"
+FAILED = "failed"  # above these: the launcher stops this machine's ranks, because one of them failed
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by launchers
 STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
@@ -160,7 +161,8 @@ def first_on_machine() -> Iterator[bool]:
 POLL_SECONDS = 2.0  # between additions to the sum; at most a tenth of the time-out
 ALARM_SECONDS = 0.05  # between looks after an alarm
 PROGRESS, ALARM = "progress", "alarm"  # keys in the store: the sum, and whether a rank has seen a hang
-HANG_REMEDY = "The same command resumes from the last save; if a phase is slow, raise DISTRIBUTED_TIMEOUT"
+HANG_REMEDY = ("The same command resumes from the last checkpoint; if a phase is merely slow, raise "
+          "DISTRIBUTED_TIMEOUT")
 # Set by extensions/hang_report.py: writes this rank's stacks, and reports for all ranks together.
 report_hang: Optional[Callable[["HangWatchdog"], None]] = None
 
@@ -312,7 +314,8 @@ def interface_towards(host: str) -> Optional[str]:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
-# Shapes of matmuls of which oneDNN keeps code, 0.4 MB each; its 1,024 fill memory if rows' lengths vary.
+# oneDNN keeps code for this many shapes of matmuls, at 0.4 MB each. A step on the sample has up to 72. If
+# rows have another length in each step, the default of 1,024 only fills memory and leaves gaps in it.
 KEPT_SHAPES = 256
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")  # GNU's OpenMP, LLVM's (in ms), both

@@ -214,7 +214,8 @@ def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
     """Return join(*arguments); an error of torch becomes a SettingsError with what to check."""
     try:
         return join(*arguments)
-    except (OSError, RuntimeError, ValueError) as error:  # torch has no narrower ones; OSError: rank 0's port
+    # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
+    except (OSError, RuntimeError, ValueError) as error:
         if re.search(GPU_FAILED, str(error)):
             raise
         raise SettingsError(
@@ -422,7 +423,8 @@ class StopSignals:
             now, name = time.monotonic(), "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if first_at is None:
                 first_at = now
-                if os.environ.get("LOCAL_RANK", "0") == "0" and not interrupts.is_stopped_by_failure():
+                failed = f"{os.path.dirname(os.environ.get(process.ERROR_FILE, ''))}/../{process.FAILED}"
+                if os.environ.get("LOCAL_RANK", "0") == "0" and not os.path.exists(failed):
                     # Not by print: the main thread may be printing. A new line after "^C" on a terminal.
                     line_end = "\n" if os.isatty(2) else ""
                     with suppress(OSError):

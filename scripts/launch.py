@@ -515,7 +515,7 @@ def launch(job: Job, number: int, flags: list[str], logs: Logs) -> tuple[list[Ra
 
     def close_saying_why(context: Any, *arguments: Any, **options: Any) -> None:
         """Torch's `close`, which stops the ranks that are left; before, name the one that failed."""
-        marker = logs.of_rank(0).with_name(interrupts.FAILED)
+        marker = logs.of_rank(0).with_name(process.FAILED)
         cause = Ending(rank_exits(getattr(context, "_failures", {}))).cause
         if cause and cause.code != process.EXIT_PREEMPTED and not marker.exists():
             with suppress(OSError):
