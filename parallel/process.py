@@ -32,11 +32,10 @@ EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path where torch's launchers expect a process's error report
-RESTART = "PADDOCK_RESTART"  # JSON: see scripts/launch.py
+RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and the `settings` of the first start
 # Files beside a rank's error file: it has state to save; the folder into which the run writes; settings of
 # `.env`, presets and files, which an automatic restart uses again.
 JOINED, RUN_FOLDER, SETTINGS = "joined", "run-folder", "settings"
-FAILED = "failed"  # above these: the launcher stops this machine's ranks, because one of them failed
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by launchers
 STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
@@ -106,8 +105,8 @@ def rank_note() -> str:
 
 
 def restart_info() -> dict[str, Any]:
-    """Return what a launcher says about this start: its number `restart`, else 0, and more."""
-    return {"restart": 0, **json.loads(os.environ.get(RESTART, "{}"))}
+    """Return the number of this `restart`, its `cause`, and how many are `left`; 0 without a launcher."""
+    return {"restart": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
 
 
 def write_marker(name: str, text: str = "") -> None:
@@ -318,6 +317,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 # rows have another length in each step, the default of 1,024 only fills memory and leaves gaps in it.
 KEPT_SHAPES = 256
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")  # GNU's OpenMP, LLVM's (in ms), both
 
 

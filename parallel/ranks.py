@@ -295,8 +295,10 @@ def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[s
                 store.wait([f"read-{rank}" for rank in range(1, ranks.world_size)],
                            timedelta(seconds=JOIN_SECONDS))
     else:
+        seconds = 0.01
         while not store.check(["terms"]):
-            time.sleep(0.1)
+            time.sleep(seconds)
+            seconds = min(2 * seconds, 0.5)
         terms, failure = json.loads(store.get("terms"))
         store.set(f"read-{ranks.rank}", "yes")
     if failure:
@@ -357,8 +359,8 @@ CONNECTION_LOST = "by peer", "Failed to recv", "Broken pipe", "remote process ex
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:
     """Return how the process ends after an error; None for a bug, which needs a traceback."""
-    rank, text, is_from_torch = os.environ.get("RANK", "0"), str(error), isinstance(error, RuntimeError)
-    reason = re.sub(r"^\[\S+:\d+\] ", "", (text.splitlines() or [""])[0])[:200]  # without torch's file
+    rank, text = os.environ.get("RANK", "0"), str(error)
+    reason, is_from_torch = (text.splitlines() or [""])[0][:200], isinstance(error, RuntimeError)
     if isinstance(error, PaddockError):
         return ExitReport(text, error.exit_code, on_all_ranks=error.on_all_ranks)
     if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -384,7 +386,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
                           "merely slow", HangError.exit_code)
     if any(words in text for words in CONNECTION_LOST):
         return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
-                          f"the cause ({reason.partition('. ')[0]})", 1, is_secondary=True)
+                          f"the cause ({reason})", 1, is_secondary=True)
     return None
 
 
@@ -423,8 +425,7 @@ class StopSignals:
             now, name = time.monotonic(), "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if first_at is None:
                 first_at = now
-                failed = f"{os.path.dirname(os.environ.get(process.ERROR_FILE, ''))}/../{process.FAILED}"
-                if os.environ.get("LOCAL_RANK", "0") == "0" and not os.path.exists(failed):
+                if os.environ.get("LOCAL_RANK", "0") == "0":
                     # Not by print: the main thread may be printing. A new line after "^C" on a terminal.
                     line_end = "\n" if os.isatty(2) else ""
                     with suppress(OSError):
