@@ -261,7 +261,7 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
 
 
 def best_first(checkpoints: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return those of the newest measured one's validation items (older versions have no hash of them)."""
+    """Return the checkpoints by validation loss; only those measured on the same items as the newest."""
     measured = [item for item in checkpoints if item[1]["val_loss"] is not None]
     comparable = [item for item in measured if item[1]["val_items"] in ("", measured[0][1]["val_items"])]
     return sorted(comparable, key=lambda item: item[1]["val_loss"])
