@@ -288,8 +288,8 @@ def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:
         text = messages.assigned(chosen)
         notes = [f"The {counted(rows, 'training row')}{also} set {text}"] if text else []
         if chosen.get("max_steps", 10) < 10 and (where := plan.sources.get("total_batch_size")):
-            notes.append(f"TOTAL_BATCH_SIZE={config.total_batch_size} ({where}) makes this only "
-                         f"{counted(chosen['max_steps'], 'step')}; a smaller batch makes more")
+            notes.append(f"With TOTAL_BATCH_SIZE={config.total_batch_size} ({where}), the run takes only "
+                         f"{counted(chosen['max_steps'], 'step')}; a smaller batch takes more")
         plan = plan.changed(notes, **chosen)
         if conflicts := [*batch_rules(plan.config), *messages.no_step_left(plan.start, plan.config)]:
             raise SettingsError(*conflicts)

@@ -110,7 +110,7 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
     """Return the message for an unknown flag, or "" as in `unknown`."""
     name = flag.lstrip("-").lower().replace("-", "_")
     if " " in flag:
-        what_to_do = "the shell passed these words as one; zsh splits variables after setopt sh_word_split"
+        what_to_do = "the shell passed these words as one; in zsh, first type setopt sh_word_split"
     elif name.removeprefix("no_") in SWITCHES:
         what_to_do = f"did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
     else:

@@ -249,7 +249,7 @@ def test_what_has_no_effect_is_warned_of(flags, environ, warning):
         loaded = load(*IN_SFT, env="GRPO_GROUP=8\nTOTAL_BATCH_SIZE=8192\nLOG_EVERY=2\nEPOCHS=2\nOPTIMIZER=muon\n")
         assert loaded.warnings == () and "From .env: GRPO_GROUP=8, TOTAL_BATCH_SIZE=8192, EPOCHS=2, OPTIMIZER=muon" in loaded.notes
         made = complete(loaded, "cpu", 20)
-        assert "TOTAL_BATCH_SIZE=8192 (.env:2) makes this only 5 steps; a smaller batch makes more" in made.notes
+        assert "With TOTAL_BATCH_SIZE=8192 (.env:2), the run takes only 5 steps; a smaller batch takes more" in made.notes
 
 
 def test_flags_in_every_spelling():
@@ -263,7 +263,7 @@ def test_flags_in_every_spelling():
 @pytest.mark.parametrize("flags, expected", [
     (("--max-steps",), "--max-steps needs a value"), (("--max-steps", "--debug"), "--max-steps needs a value"),
     (("--config=",), "--config needs a value"), (("stray",), "stray has no name"),
-    (("--depth 2 --epochs 4",), "unknown flag --depth 2 --epochs 4; the shell passed these words as one; zsh"),
+    (("--depth 2 --epochs 4",), "unknown flag --depth 2 --epochs 4; the shell passed these words as one; in zsh, first type"),
     (("-max-steps", "5"), "unknown flag -max-steps; did you mean --max-steps?"),
     (("--no-compile",), "unknown flag --no-compile; did you mean --compile false?"), (("--debug", "maybe"), "DEBUG=maybe: expected true or false"),
     (("--learning-rate", "-1"), "LEARNING_RATE=-1: must be greater than 0"), (("--max-steps", "2.5"), "MAX_STEPS=2.5: expected a whole number"),
