@@ -130,7 +130,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
 
 def trained_on_too(inputs: Inputs) -> tuple[int, int, str, str]:
     """Return the number of held-out items that are also trained on, the number of all, their noun, and what
-    they share. Documents match if one is the beginning of the other: the end of a document may be held out."""
+    they share. Documents match if one is the beginning of the other: the end of one may be held out."""
     if held_out := [*openings(inputs.validation_rows)]:
         known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
         return sum(opening in known for opening in held_out), len(held_out), "example", "prompt"
