@@ -103,5 +103,6 @@ def test_blocks_compiled_under_ddp_stay_whole(tmp_path, monkeypatch):
         tokens = torch.arange(16)[None]
         parallel(tokens, tokens, mode="sum").backward()
     finally:
+        parallel = None  # destroying it after its process group can hang
         torch.distributed.destroy_process_group()
         torch._dynamo.reset()
