@@ -40,7 +40,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-dir", metavar="FOLDER",
                         help="folder that contains the runs, and the page of all runs (default: OUTPUT_DIR)")
     parser.add_argument("--output", metavar="FILE", type=local_path,
-                        help="file to write (default: report.html in the run's folder or beside the runs)")
+                        help="file to write (default: report.html in the run's folder; beside the "
+                        "runs, report.html of all of them, or comparison.html)")
     parser.add_argument("--figure", "--plot", metavar="FILE", type=local_path,
                         help="draw loss and accuracy into this .pdf, .svg or .png instead")
     parser.add_argument("--log", action="store_true", help="logarithmic losses in the figure")
@@ -124,8 +125,9 @@ def main() -> None:
         with requires_package("uvicorn", "--serve"):
             from extensions.report.serve import serve
         return serve(report, args.port)
-    several = folders[0].absolute().parent if args.run else output
-    path = args.output or (folders[0] if len(args.run) == 1 else several) / "report.html"
+    path = (folders[0].absolute().parent / "comparison.html" if len(args.run) > 1
+            else (folders[0] if args.run else output) / "report.html")
+    path = args.output or path
     with (disk_errors(path, CheckpointError, "name another file with --output"),
           atomic_write(path) as temporary):
         temporary.write_text(render(report.data()), encoding="utf-8")

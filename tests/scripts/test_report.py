@@ -37,8 +37,8 @@ def test_the_page_is_written_into_the_runs_folder_and_nothing_else_changes(folde
 def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder, tmp_path):
     second = shutil.copytree(folder, tmp_path / "runs" / "second")
     assert report("first", cwd=tmp_path).stdout == "runs/first/report.html\n"
-    assert report("first", "second", cwd=tmp_path).stdout == f"{tmp_path}/runs/report.html\n"
-    assert "second" in (tmp_path / "runs" / "report.html").read_text()
+    assert report("first", "second", cwd=tmp_path).stdout == f"{tmp_path}/runs/comparison.html\n"
+    assert "second" in (tmp_path / "runs" / "comparison.html").read_text()
     for place in (second / "merged", tmp_path / "runs" / "model"):
         place.mkdir()
         (place / "config.json").write_text("{}")
