@@ -1,7 +1,6 @@
 """The process group and its collectives, stop signals, and what an error means for the whole job."""
 
 import errno
-import gc
 import json
 import os
 import re
@@ -33,6 +32,7 @@ JOIN_SECONDS = 25  # allowed delay between starts of ranks without a launcher
 # Added to torch's own timeout, which must not fire first: the watchdog decides.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
+left_groups: list[Any] = []
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,7 +327,7 @@ def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
     stop_watchdog()
     if dist.is_initialized():
-        gc.collect()  # destroying a DDP model after its group can hang
+        left_groups.append(dist.group.WORLD)  # a DDP model that is the last to hold it can hang when it ends
         dist.destroy_process_group()
 
 
