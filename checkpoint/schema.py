@@ -176,9 +176,10 @@ class EventLine(Line):
     event: str
     seconds: Optional[Seconds] = None  # duration
     reason: Optional[str] = None  # for the end of a process
-    previous_step: Optional[Count] = None  # for a start: the last step logged before, and its time
+    previous_step: Optional[Count] = None  # for a start: the last step taken before, and its time
     previous_time: Optional[Seconds] = None
     cause: Optional[str] = None  # for the start of a process that the launcher restarted
+    launcher: Optional[Count] = None  # for a start: the process that may start it again
     ratio: Optional[Number] = None  # for a slow rank: its time relative to the others
 
 

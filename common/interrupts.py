@@ -9,6 +9,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0  # earlier repeats do not count: `timeout` and launchers send a signal twice
 PARENT = "PADDOCK_PID"  # environment variable: the process that started this command, if it is one, too
+FAILED = "failed"  # a file of the launcher, beside the ranks' folders
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 received: list[tuple[int, float]] = []  # signals of this process, with their times
 sentence = ""  # what a running command says when it is interrupted
@@ -61,8 +62,12 @@ def exit_code() -> int:
     return 128 + received[0][0] if received else 0
 
 
+def is_stopped_by_failure() -> bool:  # of another rank, which the launcher reports
+    return os.path.exists(f"{os.path.dirname(os.environ.get('TORCHELASTIC_ERROR_FILE', ''))}/../{FAILED}")
+
+
 def say() -> None:
-    if is_reporting:
+    if is_reporting and not is_stopped_by_failure():
         os.write(2, ("\n" * os.isatty(2) + (sentence or "Stopped.") + "\n").encode())  # below "^C"
 
 

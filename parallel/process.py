@@ -32,7 +32,7 @@ EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path where torch's launchers expect a process's error report
-RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and the `settings` of the first start
+RESTART = "PADDOCK_RESTART"  # JSON: see scripts/launch.py
 # Files beside a rank's error file: it has state to save; the folder into which the run writes; settings of
 # `.env`, presets and files, which an automatic restart uses again.
 JOINED, RUN_FOLDER, SETTINGS = "joined", "run-folder", "settings"
@@ -105,8 +105,8 @@ def rank_note() -> str:
 
 
 def restart_info() -> dict[str, Any]:
-    """Return the number of this `restart`, its `cause`, and how many are `left`; 0 without a launcher."""
-    return {"restart": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
+    """Return what a launcher says about this start: its number `restart`, else 0, and more."""
+    return {"restart": 0, **json.loads(os.environ.get(RESTART, "{}"))}
 
 
 def write_marker(name: str, text: str = "") -> None:
@@ -160,8 +160,7 @@ def first_on_machine() -> Iterator[bool]:
 POLL_SECONDS = 2.0  # between additions to the sum; at most a tenth of the time-out
 ALARM_SECONDS = 0.05  # between looks after an alarm
 PROGRESS, ALARM = "progress", "alarm"  # keys in the store: the sum, and whether a rank has seen a hang
-HANG_REMEDY = ("The same command resumes from the last checkpoint; if a phase is merely slow, raise "
-          "DISTRIBUTED_TIMEOUT")
+HANG_REMEDY = "The same command resumes from the last save; if a phase is slow, raise DISTRIBUTED_TIMEOUT"
 # Set by extensions/hang_report.py: writes this rank's stacks, and reports for all ranks together.
 report_hang: Optional[Callable[["HangWatchdog"], None]] = None
 
@@ -313,11 +312,9 @@ def interface_towards(host: str) -> Optional[str]:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
-# oneDNN keeps code for this many shapes of matmuls, at 0.4 MB each. A step on the sample has up to 72. If
-# rows have another length in each step, the default of 1,024 only fills memory and leaves gaps in it.
+# Shapes of matmuls of which oneDNN keeps code, 0.4 MB each; its 1,024 fill memory if rows' lengths vary.
 KEPT_SHAPES = 256
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")  # GNU's OpenMP, LLVM's (in ms), both
 
 

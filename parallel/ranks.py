@@ -214,8 +214,7 @@ def explaining(ranks: Ranks, join: Callable[..., T], *arguments: Any) -> T:
     """Return join(*arguments); an error of torch becomes a SettingsError with what to check."""
     try:
         return join(*arguments)
-    # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # torch has no narrower ones; OSError: rank 0's port
         if re.search(GPU_FAILED, str(error)):
             raise
         raise SettingsError(
@@ -295,10 +294,8 @@ def _terms_of_rank0(store: dist.Store, ranks: Ranks, decide: Callable[[], dict[s
                 store.wait([f"read-{rank}" for rank in range(1, ranks.world_size)],
                            timedelta(seconds=JOIN_SECONDS))
     else:
-        seconds = 0.01
         while not store.check(["terms"]):
-            time.sleep(seconds)
-            seconds = min(2 * seconds, 0.5)
+            time.sleep(0.1)
         terms, failure = json.loads(store.get("terms"))
         store.set(f"read-{ranks.rank}", "yes")
     if failure:
@@ -359,8 +356,8 @@ CONNECTION_LOST = "by peer", "Failed to recv", "Broken pipe", "remote process ex
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:
     """Return how the process ends after an error; None for a bug, which needs a traceback."""
-    rank, text = os.environ.get("RANK", "0"), str(error)
-    reason, is_from_torch = (text.splitlines() or [""])[0][:200], isinstance(error, RuntimeError)
+    rank, text, is_from_torch = os.environ.get("RANK", "0"), str(error), isinstance(error, RuntimeError)
+    reason = re.sub(r"^\[\S+:\d+\] ", "", (text.splitlines() or [""])[0])[:200]  # without torch's file
     if isinstance(error, PaddockError):
         return ExitReport(text, error.exit_code, on_all_ranks=error.on_all_ranks)
     if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -386,7 +383,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
                           "merely slow", HangError.exit_code)
     if any(words in text for words in CONNECTION_LOST):
         return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
-                          f"the cause ({reason})", 1, is_secondary=True)
+                          f"the cause ({reason.partition('. ')[0]})", 1, is_secondary=True)
     return None
 
 
@@ -425,7 +422,7 @@ class StopSignals:
             now, name = time.monotonic(), "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if first_at is None:
                 first_at = now
-                if os.environ.get("LOCAL_RANK", "0") == "0":
+                if os.environ.get("LOCAL_RANK", "0") == "0" and not interrupts.is_stopped_by_failure():
                     # Not by print: the main thread may be printing. A new line after "^C" on a terminal.
                     line_end = "\n" if os.isatty(2) else ""
                     with suppress(OSError):

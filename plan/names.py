@@ -59,7 +59,7 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     names = (*known, *ALIASES, *OTHER_WAYS)
     way = next((form for form in forms(name) if form in names), None) or suggestion(
         name.rpartition(".")[2], (each for each in names if each in known or "_" in each))  # not short words
-    if way in OTHER_WAYS:
+    if way in OTHER_WAYS and way not in known:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
     no_setting = "there is no such setting (see --help; docs/coming-from.md has the names of other trainers)"

@@ -118,8 +118,7 @@ class RunLog:
         self.warn_without_targets = once(self.warn)
         self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
-        # Of the newest metrics before `open`.
-        self.previous: dict[str, Any] = {"previous_step": None, "previous_time": None}
+        self.previous: dict[str, Any] = {"previous_step": None, "previous_time": None}  # before `open`
         self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
@@ -137,7 +136,7 @@ class RunLog:
         self.file.open(run_dir / "log" / f"rank-{self.rank}.txt")
         if self.rank > 0:
             return
-        self.run_dir, self.complete, newest = run_dir, step, None
+        self.run_dir, self.complete, last = run_dir, step, {}
 
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
         def stays(name: str, entry: Line) -> bool:
@@ -151,11 +150,13 @@ class RunLog:
                 continue
             with disk_errors(path):
                 for entry in keep_lines(path, partial(stays, name), self.warn):
-                    newest = entry if name == "metrics" else newest
+                    last[name] = entry
             self.lines[name] = LineFile(self.warn).open(path)
-        if newest:
-            seconds = number(newest.model_dump().get("time"), MOST_SECONDS)
-            self.previous = {"previous_step": newest.step, "previous_time": seconds}
+        if newest := last.get("metrics"):
+            at, each = (number(newest.model_extra.get(key), MOST_SECONDS) or 0.0
+                        for key in ("time", "step_seconds"))
+            later = max(0, last.get("ledger", newest).step - newest.step)  # steps that were not logged
+            self.previous = {"previous_step": newest.step + later, "previous_time": at + later * each or None}
 
     def warn(self, text: str) -> None:
         self.info(f"warning: {text}", console=sys.stderr)

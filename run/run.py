@@ -243,8 +243,7 @@ def start_writing(run: Run) -> None:
     measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, measured))
     process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
-    restart = process.restart_info()
-    restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
+    restarted = {key: value for key, value in process.restart_info().items() if value and key != "settings"}
     run.log.event("start", step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, commit=commit() if run.ranks.is_rank0 else "",

@@ -31,8 +31,8 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,11 +46,12 @@ from common.files import disk_errors, plain
 from common.text import counted, print_safely, show, silence_unread_streams
 from config import Config
 from parallel import process
-from parallel.process import LOOPBACK, is_loopback, listen_at
+from parallel.process import LOOPBACK, RESOLVE_SECONDS, is_loopback, listen_at
 from plan.command_line import exit_with, export
 from plan.make import make_plan, peek
 from plan.names import assignments
 from scripts.gpus import GpuRequest, take_gpus
+from scripts.machines import Machines
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # logs of earlier launches
@@ -58,8 +59,11 @@ LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
 RESTARTED = (1, HangError.exit_code)  # codes of failures that need not recur
 IDLE_STARTS = 2  # starts in a row without a new checkpoint that end a job
-MACHINE_MINUTES = 15  # for all machines to start their launcher
+START_SECONDS = 15 * 60  # for all machines to start their launcher
 AGREE_SECONDS = 60  # beyond DISTRIBUTED_TIMEOUT, for other machines to notice a failure
+REPORT_SECONDS = 60  # for other machines to report a failure after which no restart is due
+SEND_SECONDS = 5  # for the others to read the last reports
+TAIL_BYTES = 1 << 18  # contain the last line of a ledger
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
          "SIGABRT": " (NCCL does this after an error of a GPU or the network: see its output, and dmesg)",
          "SIGBUS": " (a data file truncated while it was read, or a full disk or /dev/shm?)"}
@@ -67,7 +71,7 @@ HINTS = {"SIGKILL": " (out of memory? see dmesg)",
 
 def make_parser() -> CommandParser:
     parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
-                           usage="%(prog)s [flags below] [train.py] [settings]")
+                           prog="scripts/launch.py", usage="%(prog)s [flags] [train.py] [settings]")
     group = parser.add_argument_group("this machine")
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                        help="number of ranks (default: one per GPU, or 1)")
@@ -107,9 +111,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     for name in ("node_rank", "master_addr", "master_port"):
         if getattr(args, name) is None and environ.get(name.upper()):
             parser.parse_args([f"--{name}={environ[name.upper()]}"], args)
+    own = {"node_rank": args.node_rank, "master_addr": args.master_addr, "master_port": args.master_port}
+    if missing := [name for name, value in own.items() if args.nnodes > 1 and value in (None, "")]:
+        check_settings(flags, args.nnodes, args)  # one may be misspelled
+        needed = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        variables = " and ".join(name.upper() for name in missing)
+        raise SettingsError(f"--nnodes {args.nnodes} also needs {needed}, or {variables} in the environment; "
+                            "address and port are those of the first machine, on each")
     args.node_rank, args.master_port = args.node_rank or 0, args.master_port or 0
-    if args.nnodes > 1 and not (args.master_addr and args.master_port):
-        parser.error("--nnodes requires --node-rank, and the same --master-addr and --master-port everywhere")
     if args.gpus and args.nproc_per_node is None:
         args.nproc_per_node = args.gpus.count
     if args.nproc_per_node is not None and args.nproc_per_node < 1:
@@ -123,10 +132,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     return args, flags
 
 
-def check_settings(flags: list[str], world_size: int) -> Config:
+def check_settings(flags: list[str], world_size: int, args: argparse.Namespace) -> Config:
     """Return the configuration of the ranks and export `.env`'s variables; exit if a setting is invalid."""
     try:
-        loaded = make_plan(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
+        loaded = make_plan(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)},
+                           own_flags=(*vars(args),))
     except SettingsError as error:
         exit_with(error)
     export(loaded)
@@ -244,8 +254,13 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     """Return the address and port where the ranks meet, and on the first machine the listening socket."""
     if args.node_rank > 0:
         return args.master_addr, args.master_port, None
+    hosts = [args.master_addr] if args.master_addr else LOOPBACK
     try:
-        listening = listen_at([args.master_addr] if args.master_addr else LOOPBACK, args.master_port)
+        try:
+            listening = listen_at(hosts, args.master_port, 0)
+        except socket.gaierror as error:  # a cluster's DNS may learn names later than its machines start
+            show(f"Waiting for the address of {hosts[0]} (up to {RESOLVE_SECONDS:g} s): {error.strerror}")
+            listening = listen_at(hosts, args.master_port, RESOLVE_SECONDS)
     except OSError as error:
         reason = errno.errorcode.get(error.errno, str(error))
         raise SettingsError(
@@ -269,30 +284,6 @@ def newest_checkpoint(run_folder: Optional[Path]) -> list[int]:
     return max(found)
 
 
-def agree(store: Any, keys: list[str], node: int, state: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the state of a whole job after a failure, from the states of its machines, exchanged as JSON.
-
-    Without an answer of each, this machine does not start its ranks again.
-
-    Args:
-        store: like torch's TCPStore.
-        keys: one for each machine.
-        node: number of this machine.
-    """
-    try:
-        store.set(keys[node], json.dumps(state))
-        if state["again"]:
-            store.wait(keys, timedelta(seconds=seconds))
-            every = [json.loads(store.get(key)) for key in keys]
-            return {"again": all(each["again"] is True for each in every),
-                    "cause": min(RankExit(*each["cause"]) for each in every),
-                    "newest": [int(number) for number in every[0]["newest"]]}
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        print_safely("warning: no restart, because another machine does not answer "
-                     f"({(str(error).splitlines() or [''])[0]:.200})", sys.stderr)
-    return {**state, "again": False}
-
-
 def record_cause(ending: Ending) -> None:
     """Write a failure that began on this machine into the run's events: rank 0 may know only its effect."""
     cause = ending.cause
@@ -300,9 +291,14 @@ def record_cause(ending: Ending) -> None:
         return
     path = ending.run_folder / "events.jsonl"
     with suppress(OSError, CheckpointError, IndexError):
-        last = [*read_entries(path)][-1]
+        last, step = [*read_entries(path)][-1], 0
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            with open(path.with_name("ledger.jsonl"), "rb") as ledger:
+                ledger.seek(max(0, os.fstat(ledger.fileno()).st_size - TAIL_BYTES))
+                step = int(json.loads(ledger.read().splitlines()[-1])["step"])
         if last.get("reason") != cause.sentence:
-            line = {"time": time.time(), "step": last["step"], "event": "end", "reason": cause.sentence}
+            step = max(step, last["step"])
+            line = {"time": time.time(), "step": step, "event": "end", "reason": cause.sentence}
             with open(path, "ab", opener=plain) as file:
                 file.write(json.dumps(line).encode() + b"\n")
 
@@ -313,6 +309,7 @@ class Job:
     def __init__(self, args: argparse.Namespace, flags: list[str], config: Config, ranks: int):
         self.args, self.flags, self.config, self.ranks = args, flags, config, ranks
         self.endpoint, self.store = None, None
+        self.machines: Optional[Machines] = None  # if there are several
 
     def start(self, number: int, flags: list[str]) -> Ending:
         """Start the ranks, wait for them, and return how they ended."""
@@ -331,57 +328,66 @@ class Job:
         return logs.end(*launch(self, number, flags, logs))
 
     def wait_for_machines(self) -> None:
-        """Connect to the first machine's store, and wait until every machine's launcher has done so.
-
-        It looks once a second instead of waiting in torch, where Python could not handle a signal.
-        """
-        from torch.distributed import TCPStore
-
-        host, port = self.endpoint
-        started, said, reason = time.monotonic(), None, ""
-        while True:
-            missing = [0]
-            try:
-                if self.store is None:
-                    socket.create_connection((host, port), timeout=1).close()
-                    self.store = TCPStore(host, port, is_master=False)
-                if self.args.node_rank == 0:
-                    self.store.set("settings", json.dumps(self.config.model_dump(mode="json")))
-                self.store.set(f"machine-{self.args.node_rank}", "started")
-                nodes = range(self.args.nnodes)
-                missing = [node for node in nodes if not self.store.check([f"machine-{node}"])]
-            except (OSError, RuntimeError) as error:
-                reason = f" ({(str(error).splitlines() or [''])[0]})"
-            if not missing:
-                return self.yield_to_first()
-            names = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
-            minutes = MACHINE_MINUTES - int(time.monotonic() - started) // 60
-            if minutes <= 0:
-                raise SettingsError(
-                    f"{names} did not start within {MACHINE_MINUTES} min at {host}:{port}{reason}; check "
-                    "that each machine was started with its own --node-rank and the same --nnodes, "
-                    "--master-addr and --master-port, and that it can reach this address")
-            if said != (names, minutes):
-                said = names, minutes
-                show(f"Waiting for {names} at {host}:{port} (up to {minutes} min){reason}")
-            time.sleep(1)
-
-    def yield_to_first(self) -> None:
-        """Say that the first machine prints the progress, and which settings of this one it overrides."""
-        if self.args.node_rank:
-            first, given = json.loads(self.store.get("settings")), self.config.model_fields_set
+        """Wait until every machine's launcher has connected to the first machine's store."""
+        (host, port), node = self.endpoint, self.args.node_rank
+        if node == 0:
+            self.store.set("settings", json.dumps(self.config.model_dump(mode="json")))
+        self.machines = Machines(host, port, node, self.args.nnodes, self.store)
+        self.machines.publish(ranks=self.ranks)
+        self.machines.start()
+        _, problem = self.machines.wait("ranks", f"start at {host}:{port}", START_SECONDS, True)
+        if problem:
+            raise SettingsError(
+                f"{problem}; check that each machine was started with its own --node-rank and the same "
+                f"--nnodes, --master-addr and --master-port, and that it can reach {host}:{port}")
+        counts = [state["ranks"] for state in self.machines.states]
+        if {*counts} != {self.ranks}:
+            raise SettingsError(f"the machines start {', '.join(map(str, counts))} ranks; start as many on "
+                                "each, with --nproc-per-node")
+        if node:
+            first, given = self.machines.settings, self.config.model_fields_set
             ours = self.config.model_dump(mode="json", include=given)
             unused = assignments({name: value for name, value in ours.items() if value != first[name]})
-            show(f"All {self.args.nnodes} machines are here; the first one decides, and prints the progress."
-                 + f" Not used here: {unused}" * bool(unused))
+            show(f"All {self.args.nnodes} machines are here; the first one decides, and prints the "
+                 f"progress.{f' Not used here: {unused}' * bool(unused)}")
 
-    def agree(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of all machines."""
-        if self.args.nnodes == 1:
-            return state
-        seconds = self.config.distributed_timeout + AGREE_SECONDS
-        keys = [f"ended-{number}-{node}" for node in range(self.args.nnodes)]
-        return agree(self.store, keys, self.args.node_rank, state, seconds)
+    def agree(self, number: int, ending: Ending, again: bool,
+              newest: list[int]) -> tuple[Ending, bool, list[int]]:
+        """Exchange with the other machines how this start ended; return how it ended on all of them together,
+        whether all start again, and the first machine's newest checkpoint."""
+        machines, cause, key = self.machines, ending.cause, f"ended-{number}"
+        if machines is None:
+            return ending, again, newest
+        is_first = self.args.node_rank == 0
+        sent = cause and cause._replace(trace="")
+        machines.publish(**{key: {"again": again, "cause": sent, "newest": newest}})
+        patience = self.config.distributed_timeout + AGREE_SECONDS
+        if cause is None or ending.stopped or cause.code == process.EXIT_PREEMPTED:
+            if cause is None and is_first:  # the ranks of the others still use its store
+                machines.wait(key, "finish", patience)
+            return ending, False, newest
+        missing, problem = machines.wait(key, "report how its ranks ended",
+                                         patience if again else REPORT_SECONDS)
+        others = [other for other in range(self.args.nnodes) if other not in missing]
+        try:
+            reports = [machines.states[other][key] for other in others]
+            causes = [RankExit(*report["cause"]) for report in reports if report["cause"]]
+            all_again = not missing and all(report["again"] is True for report in reports)
+            newest = newest if 0 in missing else [int(count) for count in reports[0]["newest"]]
+        except (ValueError, TypeError, KeyError) as error:  # of a stranger
+            causes, all_again, problem = [], False, f"a machine's report is not valid ({error})"
+        if problem and min(causes, default=cause).is_secondary:
+            lost = missing[0] if missing else self.args.node_rank
+            causes.append(RankExit(False, time.time(), lost * self.ranks, 1, problem))
+        if again and problem:
+            print_safely(f"warning: no restart, because {problem}", sys.stderr)
+        ending = ending._replace(exits=ending.exits + causes)
+        machines.publish(**{f"read-{number}": True})
+        if is_first:
+            record_cause(ending)
+            if not all_again:  # the store ends with this process
+                machines.wait(f"read-{number}", "read the reports", SEND_SECONDS, nodes=others)
+        return ending, all_again, newest
 
     def run(self) -> tuple[Ending, str]:
         """Run the job; return the ending to report, and words about restarts."""
@@ -392,22 +398,22 @@ class Job:
         idle: list[Ending] = []  # the last starts, if they saved no checkpoint
         number = 0
         while True:
+            launcher = os.getpid() if number < self.args.max_restarts else None  # which may restart
             os.environ[process.RESTART] = json.dumps(
-                {"restart": number, "cause": cause, "settings": settings})
+                {"restart": number, "cause": cause, "settings": settings, "launcher": launcher})
             ending = self.start(number, flags)
             record_cause(ending)
+            folder, settings = ending.run_folder or folder, settings or ending.settings or {}
+            may_recover = ending.cause and ending.cause.code in RESTARTED and not ending.stopped
+            again = bool(may_recover and number < self.args.max_restarts)
+            ending, again, saved = self.agree(number, ending, again, newest_checkpoint(folder))
             if ending.cause is None or not self.args.max_restarts:
                 return ending, words
-            folder, settings = ending.run_folder or folder, settings or ending.settings or {}
-            may_recover = ending.cause.code in RESTARTED and not ending.stopped
-            again = may_recover and number < self.args.max_restarts
-            state = self.agree(number, {"again": again, "cause": ending.cause,
-                                        "newest": newest_checkpoint(folder)})
-            idle = [] if state["newest"] > newest else [*idle, ending]
-            newest = max(newest, state["newest"])
+            idle = [] if saved > newest else [*idle, ending]
+            newest = max(newest, saved)
             if may_recover and len(idle) == IDLE_STARTS:
                 return idle[0], f"{IDLE_STARTS} starts in a row saved no checkpoint"
-            if not state["again"]:
+            if not again:
                 return ending, words
 
             # The next start resumes what this one wrote, whatever RUN_NAME and RESUME the job started with.
@@ -417,7 +423,7 @@ class Job:
                     flags.append(f"--output-dir={folder.parent}")
                 if config.resume == "never" or Path(config.resume).absolute().is_relative_to(folder):
                     flags.append("--resume=auto")
-            number, cause = number + 1, RankExit(*state["cause"]).sentence
+            number, cause = number + 1, ending.cause.sentence
             words = f"restarted {counted(number, 'time')}"
             place = f"step {newest[1]}" if newest[0] else "the beginning"
             print_safely(f"warning: {self.describe(ending)}. Restart {number} of {self.args.max_restarts} "
@@ -429,9 +435,12 @@ class Job:
         on_console = cause.rank % self.ranks == 0 or self.config.log_all_ranks
         if cause.trace and not (on_console and cause.code == 1):
             print_safely(cause.trace, sys.stderr)
-        names_rank = cause.sentence.startswith(("rank", "hang")) or not ending.where
+        names_rank = cause.sentence.startswith(("rank", "hang", "node")) or not ending.where
         sentence = cause.sentence if names_rank else f"rank {cause.rank}: {cause.sentence}"
-        return f"{sentence}{words and f'; {words}'}{ending.where}"
+        node = cause.rank // self.ranks
+        is_there = self.args.nnodes > 1 and node != self.args.node_rank and not sentence.startswith("node")
+        where = f". Its output is on node {node}" if is_there else ending.where
+        return f"{sentence}{words and f'; {words}'}{where}"
 
 
 def start_here(flags: list[str]) -> Ending:
@@ -467,46 +476,69 @@ def start_here(flags: list[str]) -> Ending:
 def launch(job: Job, number: int, flags: list[str], logs: Logs) -> tuple[list[RankExit], bool]:
     """Start several ranks, wait for them, and return how those that failed or were preempted ended, and
     whether a signal ended them all."""
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Static rendezvous, because the dynamic one unpickles what is in its store.
-    args, (host, port) = job.args, job.endpoint
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # All machines are here. Torch's static rendezvous and its barrier at the end may block and delay signals,
+    # and its dynamic rendezvous unpickles what is in its store.
+    args, name = job.args, f"paddock-{number}"
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # each starts as many ranks: no exchange
+    passed = SimpleNamespace(timeout=None, set_timeout=lambda timeout: None, add=lambda key, count: 0,
+                             wait=lambda keys: None)
+    info = RendezvousInfo(passed, args.node_rank, args.nnodes, RendezvousStoreInfo(*job.endpoint))
+    rendezvous_handler_registry.register(name, lambda parameters: SimpleNamespace(
+        use_agent_store=True, next_rendezvous=lambda: info, num_nodes_waiting=lambda: 0,
+        get_backend=lambda: name, get_run_id=lambda: name, shutdown=lambda: True))
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": "",
              "numa_options": numa_options(job.config, job.ranks)}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
         print_safely("warning: this version of torch kills the ranks 30 s after a signal", sys.stderr)
     config = LaunchConfig(
-        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=job.ranks, run_id=f"paddock-{number}",
-        max_restarts=0, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
+        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=job.ranks, run_id=name,
+        max_restarts=0, rdzv_backend=name,
         logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL,
                                     tee=Std.ALL if job.config.log_all_ranks else {0: Std.ALL}),
         role="", log_line_prefix_template="${role_name}",  # no prefix: the ranks write their own
         **{name: value for name, value in newer.items() if name in known})
 
-    exits = []
+    def rank_exits(failures: Any) -> list[RankExit]:
+        return [rank_exit(args.node_rank * job.ranks + local_rank, failure.exitcode, int(failure.timestamp),
+                          *logs.read(local_rank)) for local_rank, failure in failures.items()]
+
+    def close_saying_why(context: Any, *arguments: Any, **options: Any) -> None:
+        """Torch's `close`, which stops the ranks that are left; before, name the one that failed."""
+        marker = logs.of_rank(0).with_name(interrupts.FAILED)
+        cause = Ending(rank_exits(getattr(context, "_failures", {}))).cause
+        if cause and cause.code != process.EXIT_PREEMPTED and not marker.exists():
+            with suppress(OSError):
+                marker.touch()
+            if "was killed" in cause.sentence and job.ranks > 1:
+                print_safely(f"warning: {cause.sentence}; the other ranks of this machine stop", sys.stderr)
+        close(context, *arguments, **options)
+
+    exits, close = [], SubprocessContext.close
     try:
+        SubprocessContext.close = close_saying_why
         stop_twice(SignalException)
         try:
             elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
         except ChildFailedError as error:
-            exits = [rank_exit(rank, failure.exitcode, int(failure.timestamp), *logs.read(failure.local_rank))
-                     for rank, failure in error.failures.items()]
+            exits = rank_exits({each.local_rank: each for each in error.failures.values()})
         process.exit_at_signals()  # no rank is left
         return exits, False
     except SignalException:
         return exits or [rank_exit(args.node_rank * job.ranks + local_rank, None, int(time.time()),
                                    *logs.read(local_rank)) for local_rank in range(job.ranks)], True
-    except (DistError, RendezvousError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SettingsError(
-            f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr, "
-            "--nnodes, and that --master-port is free on the first machine") from error
+    finally:
+        SubprocessContext.close = close
 
 
 def numa_options(config: Config, ranks: int) -> Any:
@@ -547,7 +579,7 @@ def main() -> None:
     process.exit_at_signals()
     # Sharding is checked below, when the number of ranks is known.
     replicated = [*flags, "--sharding=none", "--cpu-offload=false"]
-    config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1))
+    config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1), args)
     # Silence torch's messages about lost connections and failed ranks: we report the cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.CRITICAL)
@@ -563,7 +595,7 @@ def main() -> None:
         ranks = torch.cuda.device_count() if config.device != "cpu" else 0
     ranks = ranks or 1
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # used by SHARDING=hybrid
-    check_settings(flags, args.nnodes * ranks)
+    check_settings(flags, args.nnodes * ranks, args)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // ranks)))
     os.environ[process.LAUNCHER_PID] = str(os.getpid())
     sys.stdout.reconfigure(line_buffering=True)

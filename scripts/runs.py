@@ -102,13 +102,13 @@ def read_runs(output_dir: Path) -> list[Run]:
 
 
 def table(runs: list[Run]) -> list[str]:
-    """Return a line for each run; two, the first with its name, if the lines would be too wide."""
+    """Return a line for each run; on a terminal two, the first with its name, if lines would be too wide."""
     now = time.time()
     ages = (" ".join(duration(now - run.written).split()[:2]) for run in runs)
     rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age, size_text(run.size))
                       for run, age in zip(runs, ages))]
     lines = aligned(rows, left=len(HEADER))
-    if max(map(len, lines)) <= WIDTH:
+    if max(map(len, lines)) <= WIDTH or not sys.stdout.isatty():
         return lines
     others = aligned([row[1:] for row in rows], left=len(HEADER) - 1)
     return [line for row, other in zip(rows, others) for line in (row[0], f"  {other}")]

@@ -211,6 +211,14 @@ def holder_runs(lock: Path) -> Optional[bool]:
     return False
 
 
+def launcher_runs(start: dict[str, Any]) -> bool:
+    """Return whether the launcher that may start a run again, according to its `start` event, is running."""
+    if start.get("host") == socket.gethostname() and start.get("launcher"):
+        with suppress(OSError):
+            return b"launch.py" in Path("/proc", str(start["launcher"]), "cmdline").read_bytes()
+    return False
+
+
 def shown_prompt(line: Any) -> str:
     """Return a line's recorded prompt as a page shows it."""
     return without_control_tokens(line.prompt)[:SAMPLE_CHARACTERS]
@@ -287,7 +295,8 @@ class RunReader:
                 stamps.append((path, status.st_ino, status.st_size, status.st_mtime_ns))
             except OSError:
                 stamps.append((path,))
-        return holder_runs(self.folder / "run.lock"), stamps
+        restarts = bool(self.processes) and launcher_runs(self.processes[-1].events[0])
+        return holder_runs(self.folder / "run.lock"), restarts, stamps
 
     def set_aside(self) -> list[str]:
         """Return descriptions of the invalid entries that were left out, with counts."""
@@ -456,6 +465,8 @@ class RunReader:
         stopped = {"stopped by a signal": reason, "STOP_STEP": "stopped by STOP_STEP", "finished": "stopped"}
         if reason in stopped:
             return "stopped", f"{stopped[reason]} after {done}"
+        if self.processes and launcher_runs(self.processes[-1].events[0]):
+            return "running", f"being restarted by the launcher: {done} done"
         if reason:
             return "failed", f"failed after {done}: {reason}"
         if self.processes:

@@ -14,7 +14,8 @@ its continuation. It is divided into:
 - downtime: the time from a process's last sign of life to the next start;
 - other: the rest.
 
-goodput = steps / total time.
+goodput = steps / total time. An interruption's `downtime_seconds` are those from the last sign of life to the
+first step of the next process: downtime and start-up.
 
 Clocks can be set back and differ between machines, so the order of lines and steps determines what came
 first. Negative times count as zero.
@@ -61,8 +62,8 @@ class Process:
 
     @property
     def last_sign(self) -> float:
-        if self.end:
-            return self.end["time"]
+        if self.end:  # the launcher's may be much later than the rank's own
+            return next(event["time"] for event in self.events if event["event"] == "end")
         previous = (self.following or {}).get("previous_time") or 0.0
         return max([event["time"] for event in self.events] + [self.last_time or 0.0, previous])
 
@@ -103,9 +104,9 @@ def set_up_from(start: Event) -> float:
 def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
     """Return the goodput for the page's data, or None without timed steps and interruptions."""
     parts = dict.fromkeys(PARTS, 0.0)
-    interruptions = []
-    for process in processes:
-        for name, seconds in process.parts().items():
+    interruptions, divided = [], [process.parts() for process in processes]
+    for number, process in enumerate(processes):
+        for name, seconds in divided[number].items():
             parts[name] += seconds
         following, last_sign, reason = process.following, process.last_sign, process.end.get("reason")
         if not following or reason == "finished":
@@ -118,7 +119,8 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
         interruptions.append({
             "time": last_sign, "step": step, "resumed_from": following["step"],
             "resumed_time": following["time"], "reason": reason or KILLED,
-            "downtime_seconds": downtime, "repeated_steps": step - following["step"]})
+            "downtime_seconds": downtime + divided[number + 1]["start-up"],
+            "repeated_steps": step - following["step"]})
     seconds = sum(parts.values())
     if not seconds or not (interruptions or parts["steps"]):
         return None

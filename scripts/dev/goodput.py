@@ -141,7 +141,7 @@ def measure(run: TinyRun, save_every: int) -> Measured:
         saves = [event["step"] for event in reader.events
                  if event["event"] == "saved" and event["time"] <= interruption["time"]]
         assert interruption["resumed_from"] >= max(saves, default=0), f"a save is lost: {interruption}"
-        lost += interruption["downtime_seconds"]
+    lost += {part["name"]: part["seconds"] for part in time_spent["parts"]}["downtime"]
     kills = len(time_spent["interruptions"])
     return Measured(useful, lost, allowed + kills * save_every / 2 * step, kills)
 

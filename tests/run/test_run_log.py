@@ -91,8 +91,12 @@ def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"time": 1.5, "st')  # a kill -9
     third = written(tmp_path / "metrics.jsonl")[2]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({**third, "step": 4, "step_seconds": 2.5}) + "\n")
+    (tmp_path / "ledger.jsonl").write_text("".join(
+        json.dumps({"step": step, "rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}) + "\n" for step in range(1, 8)))
     log = make_log(tmp_path, step=1)
-    assert log.previous == {"previous_step": 3, "previous_time": third["time"]}
+    assert log.previous == {"previous_step": 7, "previous_time": third["time"] + 3 * 2.5}, "three steps were taken, but not logged"
     log.event("end", 1, reason="\x1b\u2028\udcff", ratio=float("inf"))
     log.close()
     first, *_, last = events = written(tmp_path / "events.jsonl")

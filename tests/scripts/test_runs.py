@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import python
@@ -54,6 +56,28 @@ def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
     assert by_name["failed"][1:4] == ["pretrain", "0/4", "failed"]
     shutil.rmtree(runs)
     assert "No runs" in listed(runs, capsys, monkeypatch)[0]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_name_takes_a_second_line_only_on_a_terminal(terminal, runs, monkeypatch):
+    (runs / "first").rename(runs / f"first-{'x' * 60}")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    assert len(script.table(script.read_runs(runs))) == 3 * (1 + terminal)
+
+
+def test_a_run_that_its_launcher_may_start_again_is_running(runs):
+    def state() -> str:
+        return next(run.state for run in script.read_runs(runs) if run.name == "failed")
+
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "launch.py"])
+    path = runs / "failed" / "events.jsonl"
+    start = json.loads(path.read_text())
+    path.write_text("".join(json.dumps(event) + "\n" for event in (
+        {**start, "launcher": launcher.pid}, {"time": start["time"], "step": 0, "event": "end", "reason": "rank 1 was killed"})))
+    assert state() == "running" and "failed" not in proposed(runs)
+    launcher.kill()
+    launcher.wait()
+    assert state() == "failed"
 
 
 def proposed(runs) -> set[str]:

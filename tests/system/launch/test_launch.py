@@ -37,6 +37,7 @@ from plan import layers
 from run import facts as run_facts
 from run import run as run_module
 from scripts import launch as launcher
+from scripts import machines
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
@@ -111,8 +112,21 @@ def test_several_machines_may_be_named_in_the_environment(monkeypatch, tmp_path)
     assert place("--nnodes=2", "--node-rank=0", "--master-port=7", **environ) == (0, "10.0.0.1", 7)
     assert place(**environ) == (0, None, 0), "a single machine listens at loopback, whatever a cluster exports"
     Path(".env").write_text("MASTER_ADDR=10.0.0.2\nMASTER_PORT=5\n")
-    assert place("--nnodes=2") == (0, "10.0.0.2", 5)
+    assert place("--nnodes=2", NODE_RANK="0") == (0, "10.0.0.2", 5)
     assert place("--nnodes=2", **environ) == (1, "10.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--node-rank=0 --master-addr=10.0.0.1", "--nnodes 2 also needs --master-port, or MASTER_PORT in the environment"),
+    ("--master-port=7", "--nnodes 2 also needs --node-rank and --master-addr, or NODE_RANK and MASTER_ADDR in the environment"),
+    ("--node-rank=0 --master-addr=10.0.0.1 --master-prt=7", "unknown flag --master-prt; did you mean --master-port?"),
+    ("--node-rnk=0 --master-addr=10.0.0.1 --master-port=7", "unknown flag --node-rnk; did you mean --node-rank?")])
+def test_a_missing_flag_of_several_machines_is_named_or_its_misspelling(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = ["--pretrain-data-path=book.txt", "--tokenizer-path=book.model"]
+    with pytest.raises((SettingsError, SystemExit)) as error:
+        parsed(monkeypatch, "--nnodes=2", *flags.split(), *data)
+    assert message in str(error.value) + capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error(tiny_run):
@@ -258,7 +272,7 @@ def test_folders_of_live_and_of_the_newest_launches_are_kept_and_no_two_share_on
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
     (2, ("127.0.1.1", 9), "resolves to 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
 def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nnodes, found, message, monkeypatch):
-    def listen_at(hosts, port):
+    def listen_at(hosts, port, seconds):
         if isinstance(found, OSError):
             raise found
         return SimpleNamespace(getsockname=lambda: found)
@@ -368,16 +382,31 @@ def dawdle() -> None:
 def test_a_machine_that_waits_for_another_says_so_and_a_signal_ends_it_at_once(node, waits_for, tiny_run):
     run, port = tiny_run(), free_port()
     with launch(run, "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}") as command:
-        command.wait_for(lambda: f"Waiting for {waits_for} at 127.0.0.1:{port} (up to 15 min)" in command.text())
+        command.wait_for(lambda: f"Waiting for {waits_for} to start at 127.0.0.1:{port} (up to 15 min)" in command.text())
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.wait(timeout=10) == 143
     assert command.last_line() == "Stopped."
 
 
 def test_a_machine_that_never_starts_is_an_error_that_names_it(monkeypatch, tiny_run):
-    monkeypatch.setattr(launcher, "MACHINE_MINUTES", 0)
-    with pytest.raises(SettingsError, match="^nodes 1, 2 did not start within 0 min at 127.0.0.1"):
+    monkeypatch.setattr(launcher, "START_SECONDS", 1)
+    with pytest.raises(SettingsError, match="^nodes 1, 2 did not start at 127.0.0.1:.* within 1 s; check "):
         with socket.create_server(("127.0.0.1", 0)) as listening:
             job = launcher.Job(Namespace(nnodes=3, node_rank=0), [], Config(), 1)
             job.endpoint, job.store = listening.getsockname(), ranks.host_store(listening)
             job.wait_for_machines()
+    job.machines.stop()
+
+
+def test_an_address_that_cannot_be_resolved_is_an_error(monkeypatch):
+    for module in (launcher, machines):
+        monkeypatch.setattr(module, "RESOLVE_SECONDS", 1)
+    args = Namespace(nnodes=2, node_rank=1, master_addr="nowhere.invalid", master_port=29500)
+    job = launcher.Job(args, [], Config(), 1)
+    job.endpoint = launcher.meeting_point(args)[:2]
+    with pytest.raises(SettingsError, match="^node 0 did not start at nowhere.invalid:29500 within 1 s .*[Nn]ame.*; check "):
+        job.wait_for_machines()
+    job.machines.stop()
+    args.node_rank = 0
+    with pytest.raises(SettingsError, match="^cannot listen on nowhere.invalid:29500 .*[Nn]ame"):
+        launcher.meeting_point(args)

@@ -5,21 +5,21 @@ import os
 import signal
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from commands import Command, launch
-from factories import assert_same_run, do_in_step, free_port
+from factories import PATIENCE, assert_same_run, do_in_step, free_port
 
 from checkpoint.manifest import MANIFEST, manifest_bytes
 from config import Config
 from extensions.report.data import RunReader
 from learn import optim
 from parallel import process, ranks
-from scripts.launch import Ending, Job, RankExit, agree
+from scripts import machines
+from scripts.launch import Ending, Job, RankExit
+from scripts.machines import Machines
 
 HANG, CRASH = 6, 1
 
@@ -66,8 +66,8 @@ def test_the_launcher_restarts_crashes_and_hangs_and_reports_the_cause(starts, c
     ending, message = job.run()
     cause = ending.cause or RankExit(False, 0, 0, 0)
     assert (len(job.told), cause.code, cause.sentence, message) == (count, code, sentence, words)
-    assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else "", "settings": {}}
-                        for number in range(count)]
+    assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else "", "settings": {},
+                         "launcher": os.getpid() if number < 3 else None} for number in range(count)]
 
 
 @pytest.mark.parametrize(("settings", "added"), [
@@ -93,21 +93,51 @@ def test_checkpoints_that_were_there_before_are_no_gain(tmp_path):
     assert job.run()[1] == "2 starts in a row saved no checkpoint"
 
 
-def test_machines_agree_as_json_and_only_if_all_answer():
+@pytest.fixture
+def jobs():
+    """The two machines of a job, whose launchers have met."""
     hosted = ranks.host_store(process.listen_at(process.LOOPBACK, 0))
+    hosted.set("settings", "{}")
+    jobs = [Job(Namespace(max_restarts=3, nnodes=2, node_rank=node), [], Config(), ranks=1) for node in range(2)]
+    for node, job in enumerate(jobs):
+        job.machines = Machines(hosted.host, hosted.port, node, 2, None if node else hosted)
+        job.machines.publish(ranks=1)
+        job.machines.start()
+    assert [job.machines.wait("ranks", "start", PATIENCE, True) for job in jobs] == [([], "")] * 2
+    yield jobs
+    for job in jobs:
+        job.machines.stop()
 
-    def of(node: int, again: bool = True, key: str = "a", seconds: float = 20) -> dict:
-        store = dist.TCPStore(hosted.host, hosted.port, is_master=False, timeout=timedelta(seconds=20))
-        state = {"again": again, "cause": RankExit(node == 0, 5.0 - node, node, 1, f"rank {node}"), "newest": [node, 7]}
-        return agree(store, [f"{key}-{other}" for other in range(2)], node, state, seconds)
 
+def agree(job: Job, again: bool = True, number: int = 0, code: int = CRASH) -> tuple:
+    node = job.args.node_rank
+    exits = [RankExit(node == 0, 5.0 - node, node, code, f"rank {node}", "a trace")] if code else []
+    ending, again, newest = job.agree(number, Ending(exits), again, [node, 7])
+    return ending.cause and ending.cause.sentence, again, newest
+
+
+def test_machines_agree_as_json_and_only_if_all_answer(jobs, monkeypatch, capsys):
     with ThreadPoolExecutor() as pool:
-        first, second = pool.map(of, range(2))
-        assert first == second == {"again": True, "cause": RankExit(False, 4.0, 1, 1, "rank 1"), "newest": [0, 7]}
-        assert not any(state["again"] for state in pool.map(lambda node: of(node, node == 1, "b"), range(2)))
-    assert not of(0, key="c", seconds=0.1)["again"], "nobody answers"
-    hosted.set("d-1", b"\x80\x04")  # what a stranger wrote
-    assert not of(0, key="d")["again"]
+        assert [*pool.map(agree, jobs)] == [("rank 1", True, [0, 7])] * 2
+        assert [*pool.map(agree, jobs, [False, True], [1, 1])] == [("rank 1", False, [0, 7])] * 2
+        assert [*pool.map(agree, jobs, [False, False], [2, 2], [0, 0])] == [(None, False, [0, 7]), (None, False, [1, 7])]
+    monkeypatch.setattr(machines, "SILENT_SECONDS", 1)
+    jobs[1].machines.stop()
+    lost = "node 1 did not answer for 1 s (its launcher, machine or network failed)"
+    assert agree(jobs[0], number=3) == (lost, False, [0, 7])
+    assert f"warning: no restart, because {lost}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    (b"\x80\x04", "node 1 did not answer"), (b"5", "node 1 did not answer"),
+    (b'[0, {"ended-0": {"again": true, "cause": [5], "newest": [0, 7]}}]', "a machine's report is not valid"),
+    (b'[0, {"ended-0": 5}]', "a machine's report is not valid")])
+def test_what_a_stranger_writes_restarts_nothing(text, problem, jobs, monkeypatch):
+    monkeypatch.setattr(machines, "SILENT_SECONDS", 1)
+    jobs[1].machines.stop()
+    jobs[0].machines.store.set("machine-1", text)
+    sentence, again, _ = agree(jobs[0])
+    assert sentence.startswith(problem) and not again
 
 
 def signal_once(number: signal.Signals) -> None:
@@ -128,10 +158,12 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(world
     assert_same_run(run, request.getfixturevalue("whole" if world == 1 else "whole_on_two_ranks"), 6)
     cause = f"rank {rank} was killed by SIGKILL (out of memory? see dmesg)"
     where = ". Each rank's output is in " * (world > 1)
+    assert "SIGTERM: saving" not in command.text() and "Stopped." not in command.text(), "the user has sent no signal"
+    assert world == 1 or f"warning: {cause}; the other ranks of this machine stop\n" in command.text()
     assert f"warning: {cause}{where}" in command.text() and ". Restart 1 of 3 from step 2\n" in command.text()
     assert command.last_line() == "Finished; restarted 1 time"
     first, second = [line for line in run.lines("events") if line["event"] == "start"]
-    assert "restart" not in first and (second["restart"], second["cause"], second["step"]) == (1, cause, 2)
+    assert "restart" not in first and first["launcher"] == second["launcher"] == command.pid and (second["restart"], second["cause"], second["step"]) == (1, cause, 2)
     reader = RunReader(run.folder, "run")
     reader.read()
     data = reader.data(100)
@@ -161,6 +193,37 @@ def test_two_machines_start_again_together(whole_on_two_ranks, tiny_run):
     assert_same_run(run, whole_on_two_ranks, 6)
     second = [line for line in run.lines("events") if line["event"] == "start"][1]
     assert second["cause"].startswith("rank 1 was killed by SIGKILL"), "which the launcher of rank 0 has learnt from the other"
+
+
+@pytest.mark.slow
+def test_each_machine_names_the_rank_that_failed_on_another(tiny_run):
+    run, port = tiny_run(), free_port()
+    commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+                        f"--master-port={port}", *run.argv(), plant="test_restart:die_once") for node in (0, 1)]
+    assert [command.wait() for command in commands] == [1, 1]
+    cause = "rank 1 was killed by SIGKILL (out of memory? see dmesg)"
+    assert f"error: {cause}" in commands[1].last_line() and commands[0].last_line().startswith(f"error: {cause}")
+    assert commands[0].last_line().endswith(". Its output is on node 1") and run.lines("events")[-1]["reason"] == cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [False, True])
+def test_when_a_machine_is_lost_the_other_says_so_and_ends(signalled, tiny_run):
+    run, port = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), free_port()
+    here, lost = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--max-restarts=3",
+                          "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv()) for node in (0, 1)]
+    here.wait_for_step(2)
+    for pid in [lost.pid, *map(int, Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split())]:
+        os.kill(pid, signal.SIGKILL)
+    lost.process.wait()
+    here.wait_for(lambda: "Waiting for node 1 to report how its ranks ended (up to 11 min)" in here.text())
+    if signalled:
+        here.process.send_signal(signal.SIGTERM)
+        assert here.wait(timeout=10) == 143 and here.last_line() == "Stopped."
+    else:
+        assert here.wait() == 1
+        assert here.last_line().startswith("error: node 1 did not answer for 30 s (its launcher, machine or network failed)")
+        assert run.lines("events")[-1]["reason"].startswith("node 1 did not answer")
 
 
 @pytest.mark.slow
