@@ -34,8 +34,7 @@ PLAIN_PATTERN = r"\x00|" + PATTERN.replace(r"|\s+(?!\S)", "").replace(r"\p{N}]",
 # A text with none of these has no two blanks in a row. Any blank but " " counts, to find them fast.
 NOT_PLAIN = ("  ", *"\0\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000", *map(chr, range(0x2000, 0x200B)))
 # In the order of Meta's code for Llama 3.1. Other releases name spare tokens differently (the hub folder has
-# a reserved token at 5, later code has `<|image|>` at 11), but the tokens of text models have the same
-# numbers.
+# a reserved token at 5, later code has `<|image|>` at 11), but text models' tokens have the same numbers.
 NAMED_SPECIALS = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",

@@ -148,8 +148,7 @@ def write_manifest(folder: Path, details: Mapping[str, Any], hashed: Mapping[str
 def retrying(attempt: Callable[[], T], warn: Warn) -> T:
     """Return attempt(), which is repeated after RETRY_SECONDS if a network disk fails temporarily.
 
-    It must write everything again, because data written before a failed fsync may be lost even if a second
-    fsync succeeds.
+    It must write everything again: what precedes a failed fsync may be lost even if a second succeeds.
     """
     for seconds in (*RETRY_SECONDS, None):
         try:

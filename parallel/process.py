@@ -169,8 +169,7 @@ class HangWatchdog:
     """Two threads in every rank: one adds its progress to the sum, the other ends this process after a hang.
 
     A job hangs if no rank makes progress for too long: a rank that waits depends on others, whose save may
-    take long. The threads are separate because the store, which may be in rank 0's process or a launcher, can
-    hang too.
+    take long. There are two because the store, which may be in rank 0's process or a launcher, can hang too.
     """
 
     def __init__(self, store: Any, rank: int, count: int, timeout_seconds: float, store_on_rank0: bool):

@@ -152,6 +152,10 @@ class RunLog:
                 for entry in keep_lines(path, partial(stays, name), self.warn):
                     last[name] = entry
             self.lines[name] = LineFile(self.warn).open(path)
+        for name in ("ledger", "metrics"):
+            known = last[name].step if name in last else 0
+            if known < step and (name == "ledger" or not known and 0 < self.config.log_every <= step):
+                self.warn(f"{run_dir}/{name}.jsonl lacks lines of steps {known + 1} to {step}")
         if newest := last.get("metrics"):
             at, each = (number(newest.model_extra.get(key), MOST_SECONDS) or 0.0
                         for key in ("time", "step_seconds"))

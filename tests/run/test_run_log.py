@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -76,6 +77,19 @@ def test_of_a_step_that_a_signal_interrupted_after_its_update_the_answers_stay(t
     log.close()
     kept = {name: [line["step"] for line in written(tmp_path / f"{name}.jsonl")] for name in ("rollouts", "metrics", "samples")}
     assert kept == {"rollouts": [1, 2, 3], "metrics": [1, 2], "samples": [1, 2]}
+
+
+@pytest.mark.parametrize(("ledger", "metrics", "gaps"), [
+    (5, [3], []), (6, [2, 4], []), (3, [3], ["ledger.jsonl lacks lines of steps 4 to 5"]),
+    (0, [], ["ledger.jsonl lacks lines of steps 1 to 5", "metrics.jsonl lacks lines of steps 1 to 5"])])
+def test_a_run_that_continues_without_its_earlier_lines_says_so(ledger, metrics, gaps, tmp_path, capsys):
+    line = {"rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}
+    for name, steps in (("ledger", range(1, ledger + 1)), ("metrics", metrics)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in steps))
+    log = RunLog(Config(log_every=3), 0, "cpu")
+    log.open(tmp_path, step=5)
+    log.close()
+    assert re.findall(r"[a-z]+\.jsonl lacks.*", capsys.readouterr().err) == gaps
 
 
 # events.jsonl
