@@ -3,8 +3,7 @@
 The set's folder is named after a hash of its source, tokenizer and settings, so that a second call finds it.
 `prepare_from_flags` of extensions/preparation_flags.py also links it beside it under the source's name; the
 scripts load_{pretrain,instruct,dpo,prompts}_dataset.py call it. The implementation is in data_pipeline/:
-sources (records), chats and templates (labels), prepare and workers (tokens, journal, manifest), shards
-(files).
+sources (records), chats, templates (labels), prepare, workers (tokens, journal, manifest), shards (files).
 """
 
 import os

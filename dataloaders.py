@@ -205,8 +205,7 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
 class SourceRows:
     """The rows of one split of a prepared set. Calling them with indices returns a batch.
 
-    A subclass defines all that is declared here, `__len__` and `describe`, and with an example set
-    `examples_in`.
+    A subclass defines all that is declared here, `__len__` and `describe`, and of examples `examples_in`.
     """
 
     token_set: shards.TokenSet

@@ -510,7 +510,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         hidden = len(names) - SHOWN_FIELDS
         more = f" and {hidden:,} more (see {folder / MANIFEST})" if hidden > 0 else ""
         lines.append(f"Dropped: {', '.join(names[:SHOWN_FIELDS])}{more}; training uses the {kind or 'text'} "
-                     "without them")
+                     "without them" + " (the records of all splits)" * ("split" in dropped))
     if literals := skipped.get("literals"):
         names = [f"{name} in {counted(count, noun)}"
                  for name, count in Counter(literals).most_common(SHOWN_FIELDS)]

@@ -210,6 +210,12 @@ class Unpacked(io.RawIOBase):
         return len(data)
 
 
+def is_json_object(line: bytes) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(line), dict)
+    return False
+
+
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the lines of a text file, or the objects of JSON lines or of an array in a .json file."""
     with reading_errors(file.url), file.open() as raw:
@@ -237,6 +243,9 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                     raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} "
                                     "lines have NULs or bytes that are not UTF-8; remove the "
                                     f"file{way and f', or {way}'}")
+                if stem.lower().endswith((".txt", ".text")) and all(map(is_json_object, first)):
+                    raise DataError(f"{file.url}: its first lines are JSON objects; rename it to .jsonl, or "
+                                    "to .raw to train on the JSON itself")
             column = columns[0] if columns else ""
             for where, line in _read_lines(file, raw, stream, reading):
                 yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}

@@ -99,6 +99,20 @@ def test_lines_that_end_in_cr_alone_are_lines_however_long_the_first_one_is(tmp_
     assert [record[""] for _, record in rows_of(path, start=sources.Position(record=1, offset=4))[0]] == ["two\n", "three"]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT.gz"])
+def test_json_lines_in_a_text_file_are_refused_and_both_ways_out_work(tmp_path, name):
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    path = tmp_path / name
+    path.write_bytes(pack(jsonl("one", "two").encode()))
+    with pytest.raises(DataError, match=r": its first lines are JSON objects; rename it to \.jsonl, or to \.raw to train"):
+        texts_of(path)
+    assert texts_of(path.rename(tmp_path / name.lower().replace("txt", "jsonl")))[0] == ["one", "two"]
+    path.write_bytes(pack(jsonl("one").encode()))
+    assert texts_of(path.rename(tmp_path / name.lower().replace("txt", "raw")))[0] == [jsonl("one")]
+    path.write_bytes(pack(b"{a}\n" + jsonl("one").encode()))
+    assert texts_of(path)[0] == ["{a}\n" + jsonl("one")]
+
+
 def rows_of(path, skip_bad=False, start=sources.Position()):
     reading = Reading(skip_bad=skip_bad, start=start)
     return [*read_records(Source(path=str(path), split="", column=""), reading)], reading
@@ -459,6 +473,7 @@ def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
 
 def test_files_that_are_missing_empty_hidden_or_of_another_kind_are_named(tmp_path, capsys):
     write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", ".a.jsonl", "LICENSE.txt")
+    (tmp_path / "LICENSE.txt").write_text("Permission is granted")
     (tmp_path / "c.jsonl").touch()
     assert len(texts_of(tmp_path)[0]) == 3
     assert ("reading 3 files, 2 of jsonl (x-00000-of-00003.jsonl, x-00002-of-00003.jsonl); 1 of plain text (LICENSE.txt); not read: "
