@@ -51,7 +51,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     configurations, sentences = by_configuration(runs, rows)
     paired, refused = [], []
     if not configurations and len(runs) <= MOST_TESTED:
-        paired, refused = tests(runs)
+        paired, refused = tests([run for run in runs if not has_failed(run)])
         sentences = [test["sentence"] for test in paired]
         sentences.append(ONE_SEED if paired else "No items of the same evaluation say which run is better.")
         for test, row in product(paired if len(runs) == 2 else (), rows):
@@ -177,8 +177,12 @@ def are_unlike(runs: list[RunReader], result: str) -> bool:
 
 def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return paired tests of each other run against the first, and why evaluations have none."""
+    if len(runs) < 2:
+        return [], []
+    # The first step says nothing of a run.
     first, *others = [{(line.step, line.name, line.items): line
-                       for line in read_item_scores(run.folder / "evaluations.jsonl")} for run in runs]
+                       for line in read_item_scores(run.folder / "evaluations.jsonl") if line.step}
+                      for run in runs]
     refused, titles = [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
     families: dict[str, list[tuple[str, ItemScores, decide.Paired]]] = {}
     for run, lines in zip(runs[1:], others):

@@ -27,9 +27,13 @@ MOST_RUNS = 4  # with more, list only changed settings
 
 
 class Report:
-    """One or several runs; `read` reads new lines, `data` returns the page's data."""
+    """One or several runs; `read` reads new lines, `data` returns the page's data.
 
-    def __init__(self, folders: Sequence[Path]):
+    An overview begins with the table of its runs, instead of with the answer which one is better.
+    """
+
+    def __init__(self, folders: Sequence[Path], is_overview: bool = False):
+        self.is_overview = is_overview and len(folders) > 1
         self.runs = [RunReader(folder, name) for folder, name in zip(folders, distinct_names(folders))]
 
     def read(self) -> None:
@@ -47,7 +51,7 @@ class Report:
                   for run in self.runs for process in run.processes] or [False]
         memory = ["allocated by PyTorch"] * (not all(on_cpu)) + ["resident memory"] * any(on_cpu)
         made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
-                "generated": time.time(), "live": live, "runs": [],
+                "generated": time.time(), "live": live, "overview": self.is_overview, "runs": [],
                 "charts": charts(last, self.runs[0].hellaswag, self.runs[0].main.curve, " or ".join(memory)),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]

@@ -94,6 +94,14 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert marked == ["validation loss at step 10", "stories accuracy at step 10"], "bold only where a test says so"
 
 
+def test_neither_the_first_step_nor_a_failed_run_is_tested(tmp_path, right, monkeypatch):
+    runs = [write_run(tmp_path / name, {"RUN_NAME": name}, [], scored(0, right[0]) + scored(step, right[0], shift=step))
+            for name, step in (("a", 5), ("b", 10), ("c", 10))]
+    assert comparison(runs[:2])["sentences"][0] == "No items of the same evaluation say which run is better."
+    monkeypatch.setattr("extensions.report.compare.has_failed", lambda run: run.name == "a")
+    assert {(test["a"], test["b"], test["step"]) for test in comparison(runs)["tests"]} == {("b", "c", 10)}
+
+
 def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     metrics = [{"step": 0, "val_loss": 3.0}, {"step": 10, "val_loss": 2.5}]
     runs = [write_run(tmp_path / name, {"SEED": seed, "LEARNING_RATE": rate}, metrics, scored(0, right[0]) + scored(10, right[0]))

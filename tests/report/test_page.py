@@ -112,6 +112,11 @@ def test_the_page_shows_all_of_its_data(show, alone, both, tmp_path):
     rows = (tmp_path / "file").read_text().splitlines()
     assert rows[0].startswith("step,") and [row.split(",")[0] for row in rows[1:]] == [*"0123456"]
 
+    assert [each.inner_text() for each in page.locator("#contents a").all()][:3] == ["Is one better than the other?", "Charts", "Overview"]
+    overview = show(both | {"overview": True})
+    assert [each.inner_text() for each in overview.locator("#contents a").all()][:2] == ["Overview", "Charts"]
+    assert [each["name"] in overview.inner_text("#overview table") for each in both["runs"]] == [True, True]
+
     diverged = deepcopy(alone)
     diverged["runs"][0]["curves"]["val_loss"]["y"][-1] = None
     page = show(diverged)

@@ -25,6 +25,7 @@ try {
 const isSeveral = () => report.runs.length > 1;
 const isMany = () => report.runs.length > 2;
 const FEWEST_AVERAGED = 6;  // runs in a mean curve
+const MOST_NAMED = 8;  // above the curves
 /** Runs that differ only in seeds; those of a single group are told apart as others are. */
 function groupsOfSeeds() {
   const groups = (view.isGrouped && report.comparison?.configurations) || [];
@@ -316,7 +317,7 @@ function runTable() {
 }
 
 function overview() {
-  if (isMany()) return runTable();
+  if (isMany() || report.overview) return runTable();
   const steps = (run) => [run.sentence, timeLeft(run)].filter(Boolean).join(", ");
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
     isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run)),
@@ -348,7 +349,7 @@ function resultRow({name, better, cells, percent}) {
 /** What seeds, or the items of an evaluation, say; of ./paddock decide, also the sequence of its pairs. */
 function answer() {
   const {sentences = [], sequence} = report.comparison ?? {};
-  if (!sentences.length) return [];
+  if (!sentences.length || report.overview) return [];
   const [first, ...others] = sentences;
   return [box(h("p", {class: "answer"}, first),
     others.length > 0 && h("ul", {class: "tests"}, others.map((each) => h("li", {}, each))),
@@ -495,7 +496,7 @@ function refresh() {
     fill(byId(id).lastElementChild, found);
   }
   drawCharts();
-  fill(byId("runs"), isSeveral() && !isMany() && report.runs.map(toggle));
+  fill(byId("runs"), isSeveral() && !report.overview && report.runs.length <= MOST_NAMED && report.runs.map(toggle));
   byId("grouping").hidden = !report.comparison?.configurations?.length;
   for (const option of byId("axis").options) {
     option.disabled = option.value !== "step" && !report.runs.some((run) => run.curves[AXES[option.value]]);
@@ -528,9 +529,10 @@ function setIcon(state) {
 
 function receive(data) {
   // Of a sweep, show only the first 8; the runs of ./paddock decide are few arms.
-  if (!report && !data.comparison?.sequence) data.runs.slice(8).forEach(({name}) => view.hidden.add(name));
+  if (!report && !data.comparison?.sequence) data.runs.slice(MOST_NAMED).forEach(({name}) => view.hidden.add(name));
   report = data;
-  if (isSeveral()) byId("charts").after(byId("overview"));  // the sentence, curves, tables
+  // Of a comparison: the sentence, curves, tables.
+  if (isSeveral() && !report.overview) byId("charts").after(byId("overview"));
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   const isRunning = run.state === "running" && run.max_steps > 0;
   fill(byId("progress"), !isSeveral() && [
