@@ -28,8 +28,7 @@ HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md
 # The families that are read and written, by their model_type and their class in transformers.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-# Fields of config.json that are read, with transformers' defaults for those that may be missing. A family
-# reads others too, or has other defaults.
+# Fields of config.json that are read, with transformers' defaults. A family has more, or other defaults.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 DEFAULTS = {"num_key_value_heads": 32, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
             "tie_word_embeddings": False, "max_position_embeddings": 32_768, "rope_theta": 10_000.0,

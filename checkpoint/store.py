@@ -188,8 +188,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify(folder: Path, resumes: bool = True) -> dict[str, Any]:
     """Verify size and hash of a checkpoint's listed files, and return its manifest.
 
-    The folder may be a link, but links inside must not lead outside. The optimizer's file is skipped unless a
-    run `resumes`.
+    The folder may be a link; links inside must stay inside. Only a run that `resumes` needs the optimizer.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -110,8 +110,7 @@ class TensorFile:
     """A safetensors file to write, by rows and by one or several ranks.
 
     The bytes equal those of safetensors.torch.save_file, which copies all GPU tensors to the host at once,
-    and does not tick, which distinguishes a slow disk from a hang. Hashed blocks have a multiple of
-    `block_multiple` rows.
+    and does not tick, which tells a slow disk from a hang. Hashed blocks have k * `block_multiple` rows.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor | LazyTensor],

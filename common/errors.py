@@ -1,5 +1,6 @@
 """Errors that users can fix, with exit codes for launchers."""
 
+import atexit
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -100,6 +101,12 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
+def leave_compilers() -> None:
+    """Do not wait at the end for torch's compilers, up to 300 s if they had little to do: they end too."""
+    compilers = sys.modules.get("torch._inductor.async_compile")
+    atexit.unregister(getattr(compilers, "shutdown_compile_workers", None))
+
+
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a PaddockError, Ctrl-C or SIGTERM prints a line and exits with its code."""
     with exit_if_unread():
@@ -117,3 +124,4 @@ def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -
             raise SystemExit(error.exit_code) from None
         finally:
             interrupts.sentence = ""
+            leave_compilers()

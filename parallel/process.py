@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 from common import interrupts
 from common.activity import ACTIVITY, tick
-from common.errors import HangError
+from common.errors import HangError, leave_compilers
 from common.text import print_safely, print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -80,6 +80,7 @@ def leaving_what_is_stuck() -> Iterator[None]:
     try:
         yield
     finally:
+        leave_compilers()
         if STUCK:
             error = sys.exc_info()[1]
             if error is not None and not isinstance(error, SystemExit):

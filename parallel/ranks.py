@@ -397,8 +397,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.handlers = {number: signal.signal(number, self._handle) for number in process.stop_signals()}
-        # Python handlers run only after the main thread leaves C++, perhaps seconds later. This pipe receives
-        # the signal number immediately.
+        # Python's handlers wait until the main thread leaves C++, perhaps seconds. This pipe has it at once.
         readable, self.writable = os.pipe()
         os.set_blocking(self.writable, False)
         self.earlier = signal.set_wakeup_fd(self.writable, warn_on_full_buffer=False)

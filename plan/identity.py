@@ -80,8 +80,7 @@ class StoredTensor(NamedTuple):
 def weights_sha256(folder: str | Path, layers: Optional[int] = None) -> str:
     """Return the hash of a model's weights, independent of their division into files.
 
-    It ignores a stored copy of a tied head, and buffers in old files. With `layers`, it is that of the model
-    that is cut to its first layers.
+    It ignores a stored copy of a tied head, and buffers in old files. `layers` are those of a cut model.
     """
     folder = Path(folder)
     refuse_adapters(folder)
