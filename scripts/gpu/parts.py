@@ -280,16 +280,22 @@ def faults(task: Task) -> None:
         task.check(f"{name}: traceback", "Traceback" not in output, "Traceback" in output)
 
 
-def train_on_two(task: Task, *flags: str) -> tuple[int, str]:
-    """Train on two ranks that share a device; return the worse exit code, and the output of rank 0."""
+def train_on(task: Task, ranks: int, *flags: str, prelude: str = OVER_GLOO, devices: int = 1,
+             env: Mapping[str, str] = {}) -> tuple[int, str]:
+    """Train on ranks that share devices; return the worst exit code, and the output of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(port)}
-    with ThreadPoolExecutor(2) as pool:
-        ended = [*pool.map(lambda rank: task.train(*flags, prelude=OVER_GLOO,
-                                                    env=env | {"RANK": rank}), ("0", "1"))]
+    # With a run's id, as from a launcher, ranks wait for slow ones.
+    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "parts", **env}
+
+    def train(rank: int) -> tuple[int, str]:
+        return task.train(*flags, prelude=prelude,
+                          env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank % devices)})
+
+    with ThreadPoolExecutor(ranks) as pool:
+        ended = [*pool.map(train, range(ranks))]
     return max((code for code, _ in ended), key=abs), ended[0][1]
 
 
@@ -299,7 +305,7 @@ def compare_layouts(task: Task, layouts: Mapping[str, Mapping[str, str]]) -> Non
     changes = {"precision": "fp32", "tf32": "false", "compile": compiled, "max_steps": 5, "log_every": 1}
     losses = {}
     for name, layout in ({"plain": {}} | layouts).items():
-        train = partial(train_on_two, task) if name == "two ranks" else task.train
+        train = partial(train_on, task, 2) if name == "two ranks" else task.train
         code, output = train(*flags_of(task, f"{task.part}-{name.replace(' ', '-')}", **changes, **layout))
         losses[name] = [float(loss) for loss in re.findall(r"Step \[.*? Loss: (\S+)", output)]
         task.check(f"{name}: exit code", code == 0, last_line(output) if code else 0)

@@ -11,8 +11,11 @@ out=$(cd "$2" && pwd)
 site=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cuda=$(printf '%s\n' "$site"/nvidia/cu1[0-9] | tail -1)
 ln -sfn "$site/triton/backends/nvidia/include/crt" "$out/include/crt"
-g++ -O1 -fPIC -c -I"$cuda/include" -I"$out/include" "$here/null.cpp" -o "$out/null.o"
-ours=$(nm -g --defined-only "$out/null.o" | awk '{print $NF}')
+touch "$out"/include/cuda_{fp16,bf16,fp8}.h  # of which nccl.h needs nothing
+for part in null nccl; do
+    g++ -O1 -fPIC -c -I"$out/include" -I"$cuda/include" -I"$site/nvidia/nccl/include" "$here/$part.cpp" -o "$out/$part.o"
+done
+ours=$(nm -g --defined-only "$out"/{null,nccl}.o | awk '{print $NF}')
 # Triton looks up the last ones by name.
 prefixes='cublas|cuda[A-Z]|nccl|__cuda|cu(Ctx|Device|Driver|Event|Func|Get|Graph|Init|Kernel|Launch|Library|Link|Mem|Module|Multicast|Occupancy|Pointer|Stream|TensorMap)'
 {
@@ -30,7 +33,7 @@ started='(LaunchKernel|LaunchCooperativeKernel|GraphLaunch|[Gg]emm|cublasLtMatmu
         s/.*/int &(void) { return 0; }/" "$out/names"
 } > "$out/stubs.c"
 gcc -O1 -fPIC -fno-builtin -c "$out/stubs.c" -o "$out/stubs.o"
-g++ -shared "$out/null.o" "$out/stubs.o" -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -ldl
+g++ -shared "$out"/{null,nccl,stubs}.o -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -ldl -lpthread -lrt
 ln -sf libcuda.so.1 "$out/libcuda.so"
 cat > "$out/run" << END
 #!/usr/bin/env bash

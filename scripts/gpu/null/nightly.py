@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ LORA = {"lora_enabled": "true", "lora_rank": 4}
 GRPO = {"base": "instruct_checkpoint", "training_stage": "grpo", "reward": "length*-0.01", "grpo_group": 4,
         "micro_batch_size": 4, "grpo_max_tokens": 16}
 FULL = {"sharding": "full"}
+TWO = {"ranks": 2, "log_every": 2}  # in a step that is logged, ranks also exchange their times
 CASES: dict[str, dict[str, Any]] = {
     "stage-pretrain": {"save_every": STEPS, "micro_batch_size": 32},
     "eager": {"compile": "false"}, "fp32": {"precision": "fp32"}, "fp16": {"precision": "fp16"},
@@ -54,6 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO of adapters": DPO | LORA, "ORPO": DPO | {"preference_objective": "orpo"},
     "SimPO": DPO | {"preference_objective": "simpo"}, "KTO": DPO | {"preference_objective": "kto"},
     "GRPO": GRPO, "GRPO, two updates": GRPO | {"grpo_beta": 0.1, "grpo_updates": 2},
+    "two ranks": TWO, "two ranks, sharded": FULL | TWO,
+    "two ranks, sharded, Muon": FULL | STAGES["stage-muon"] | TWO,
+    "two ranks, sharded, bf16 weights": HALF | FULL | TWO,
+    "two ranks, reproducible": TWO | {"reproducible": "true"},
+    "two ranks, reproducible, sharded": FULL | TWO | {"reproducible": "true"},
+    "two ranks, adapters": STAGES["stage-sft"] | LORA | TWO,
+    "two ranks, adapters, sharded": STAGES["stage-sft"] | LORA | FULL | TWO,
+    "four ranks, hybrid": TWO | {"sharding": "hybrid", "shard_degree": 2, "ranks": 4},
     **{f"capability {each / 10}": {"capability": each} for each in (75, 80, 86, 89, 100, 120)}}
 # The most waits of a step without evaluation. KTO waits for the answers of all ranks, each update once, and
 # an optimizer on the host for the gradients.
@@ -95,6 +105,7 @@ def outcome_of(code: int, output: str) -> Outcome:
 def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
     settings = {"max_steps": STEPS, "validate_every": 0, "total_batch_size": 16_384, **settings}
     preset, base = settings.pop("preset", "sample"), settings.pop("base", "")
+    ranks = settings.pop("ranks", 1)
     data = task.folder / "sample"
     if settings.get("preference_objective") == "kto":
         settings["dpo_data_path"] = data / "unpaired"
@@ -104,8 +115,8 @@ def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
         settings[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
     env = {"TORCH_LOGS": "recompiles", "NULL_CC": str(settings.pop("capability", 90))}
     flags = flags_of(task, re.sub(r"\W+", "-", name), preset, **settings)
-    code, output = task.train(*flags, prelude=WARN_OF_WAITS, env=env)
-    return outcome_of(code, output)
+    run = partial(parts.train_on, task, ranks, devices=ranks) if ranks > 1 else task.train
+    return outcome_of(*run(*flags, prelude=WARN_OF_WAITS, env=env | {"NULL_DEVICES": str(ranks)}))
 
 
 def forecasts(task: Task) -> dict[str, tuple[float, float]]:

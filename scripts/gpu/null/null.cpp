@@ -1,8 +1,10 @@
-// A GPU that is not there: it takes the place of libcuda, libcudart, cuBLAS and NCCL (build.sh), and computes nothing.
+// A GPU that is not there: it takes the place of libcuda, libcudart and cuBLAS (build.sh), and computes nothing. NCCL is in
+// nccl.cpp.
 //
 // Device memory is address space of this process, so that copies from and to the host are real. Kernels, and copies
-// within the device, do nothing. NULL_MIB and NULL_CC are the card's memory and compute capability (90 = 9.0). A call
-// that is illegal while a graph is captured prints "NULL GPU: ..."; functions that are not here return 0 (success).
+// within the device, do nothing. NULL_MIB and NULL_CC are the card's memory and compute capability (90 = 9.0). Of NULL_DEVICES
+// cards, each process uses one. A call that is illegal while a graph is captured prints "NULL GPU: ..."; functions that are not
+// here return 0 (success).
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -23,7 +25,8 @@ static int setting(const char *name, int otherwise) {
     const char *value = getenv(name);
     return value ? atoi(value) : otherwise;
 }
-static const int CAPABILITY = setting("NULL_CC", 90);
+static const int CAPABILITY = setting("NULL_CC", 90), DEVICES = setting("NULL_DEVICES", 1);
+static thread_local int current = 0;  // the device of this thread
 static const size_t MEMORY = size_t(setting("NULL_MIB", 143771)) << 20;
 static const size_t SMALL = 4 << 20;  // a larger copy or fill within the device would only cost memory
 static const bool HOLDS = setting("NULL_HOLDS", 1);  // 0: nor does it hold what the host copies to it, if that is larger
@@ -157,7 +160,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
     memset(attributes, 0, sizeof *attributes);
     bool on_device = device.contains(address), is_pinned = pinned.contains(address);
     attributes->type = on_device ? cudaMemoryTypeDevice : is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-    if (on_device || is_pinned) attributes->devicePointer = (void *)address;
+    if (on_device || is_pinned) attributes->devicePointer = (void *)address, attributes->device = current;
     if (is_pinned) attributes->hostPointer = (void *)address;
     return cudaSuccess;
 }
@@ -212,7 +215,7 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
 
 // ---------------------------------------------------------------------------------------- the device
 
-static void describe(cudaDeviceProp *card) {
+static void describe(cudaDeviceProp *card, int device = 0) {
     bool large = CAPABILITY == 80 || (CAPABILITY >= 90 && CAPABILITY < 120);  // of a data center
     memset(card, 0, sizeof *card);
     strcpy(card->name, "NVIDIA null GPU");
@@ -226,7 +229,7 @@ static void describe(cudaDeviceProp *card) {
     card->maxThreadsDim[0] = card->maxThreadsDim[1] = 1024, card->maxThreadsDim[2] = 64;
     card->maxGridSize[0] = 2147483647, card->maxGridSize[1] = card->maxGridSize[2] = 65535;
     card->l2CacheSize = 60 << 20, card->textureAlignment = 512, card->unifiedAddressing = 1;
-    for (int byte = 0; byte < 16; byte++) card->uuid.bytes[byte] = byte + 1;
+    for (int byte = 0; byte < 16; byte++) card->uuid.bytes[byte] = byte + 1 + device;
 }
 static int attribute_of(int attribute) {
     cudaDeviceProp card;
@@ -254,13 +257,17 @@ static int attribute_of(int attribute) {
         default: return 1;  // it has what is asked for
     }
 }
-EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp *card, int) {
-    describe(card);
+EXPORT cudaError_t cudaSetDevice(int device) {
+    current = device;
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp *card, int device) {
+    describe(card, device);
     return cudaSuccess;
 }
 #define GIVES(type, name, value, ...) EXPORT type name(__VA_ARGS__) { *result = value; return (type)0; }
-GIVES(cudaError_t, cudaGetDeviceCount, 1, int *result)
-GIVES(cudaError_t, cudaGetDevice, 0, int *result)
+GIVES(cudaError_t, cudaGetDeviceCount, DEVICES, int *result)
+GIVES(cudaError_t, cudaGetDevice, current, int *result)
 GIVES(cudaError_t, cudaDeviceGetAttribute, attribute_of(attribute), int *result, cudaDeviceAttr attribute, int)
 GIVES(cudaError_t, cudaDriverGetVersion, CUDART_VERSION, int *result)
 GIVES(cudaError_t, cudaRuntimeGetVersion, CUDART_VERSION, int *result)
@@ -270,12 +277,12 @@ GIVES(cudaError_t, cudaDeviceGetDefaultMemPool, (cudaMemPool_t)HANDLE, cudaMemPo
 GIVES(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessor, 2, int *result, const void *, int, size_t)
 GIVES(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 2, int *result, const void *, int, size_t, unsigned)
 GIVES(CUresult, cuDriverGetVersion, CUDART_VERSION, int *result)
-GIVES(CUresult, cuDeviceGetCount, 1, int *result)
-GIVES(CUresult, cuDeviceGet, 0, CUdevice *result, int)
+GIVES(CUresult, cuDeviceGetCount, DEVICES, int *result)
+GIVES(CUresult, cuDeviceGet, number, CUdevice *result, int number)
 GIVES(CUresult, cuDeviceGetAttribute, attribute_of(attribute), int *result, CUdevice_attribute attribute, CUdevice)
 GIVES(CUresult, cuDeviceTotalMem_v2, MEMORY, size_t *result, CUdevice)
 GIVES(CUresult, cuCtxGetCurrent, (CUcontext)HANDLE, CUcontext *result)
-GIVES(CUresult, cuCtxGetDevice, 0, CUdevice *result)
+GIVES(CUresult, cuCtxGetDevice, current, CUdevice *result)
 GIVES(CUresult, cuDevicePrimaryCtxRetain, (CUcontext)HANDLE, CUcontext *result, CUdevice)
 GIVES(CUresult, cuDevicePrimaryCtxGetState, 1, CUdevice, unsigned *, int *result)
 GIVES(CUresult, cuModuleLoadData, (CUmodule)HANDLE, CUmodule *result, const void *)
@@ -290,8 +297,8 @@ EXPORT CUresult cuDeviceGetName(char *name, int size, CUdevice) {
     snprintf(name, size, "NVIDIA null GPU");
     return CUDA_SUCCESS;
 }
-EXPORT cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int) {
-    snprintf(id, size, "0000:01:00.0");
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) {
+    snprintf(id, size, "0000:%02x:00.0", device + 1);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest) {
@@ -346,7 +353,7 @@ EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void 
     return cudaSuccess;
 }
 
-// ------------------------------------------------------------------------- look-ups by name, cuBLAS, NCCL
+// ------------------------------------------------------------------------------- look-ups by name, cuBLAS
 
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult *result) {
     static void *self = [] {
@@ -370,12 +377,3 @@ GIVES(int, cublasGetMathMode, 0, void *, int *result)
 GIVES(int, cublasGetPointerMode_v2, 0, void *, int *result)
 GIVES(int, cublasGetStream_v2, nullptr, void *, void **result)
 GIVES(int, cublasLtMatmulAlgoGetHeuristic, 1, void *, void *, void *, void *, void *, void *, void *, int, void *, int *result)
-GIVES(int, ncclGetVersion, 22809, int *result)
-GIVES(int, ncclCommInitRank, HANDLE, void **result, ...)
-GIVES(int, ncclCommInitRankConfig, HANDLE, void **result, ...)
-GIVES(int, ncclCommGetAsyncError, 0, void *, int *result)
-GIVES(int, ncclCommUserRank, 0, void *, int *result)
-GIVES(int, ncclCommCuDevice, 0, void *, int *result)
-GIVES(int, ncclCommCount, 1, void *, int *result)
-EXPORT const char *ncclGetErrorString(int) { return "an error of the null GPU"; }
-EXPORT const char *ncclGetLastError(void *) { return ""; }
