@@ -1,8 +1,7 @@
 """Turn prepared sets into the batches of each step: order, read, pack and mix rows, and load them ahead.
 
 Rows are a function of (seed, step, rank, world size), so no loader state is saved, and a run resumes on any
-number of ranks. Chats and pairs are packed into rows when the data is opened, so MAX_SEQ_LEN can change
-without preparing them again.
+number of ranks. Chats and pairs are packed into rows when data is opened, so that MAX_SEQ_LEN can change.
 """
 
 import itertools

@@ -314,6 +314,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index := folder / INDEX_FILE):
+        refuse_adapters(folder)
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
     weight_map = read_model_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

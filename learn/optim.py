@@ -48,8 +48,7 @@ MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum 
 class Reducer:
     """Adds a step's gradients over micro-batches and ranks, and divides them by the units of all ranks.
 
-    Losses are sums, which `loss_scale` multiplies. DDP wraps `model` if several ranks exchange gradients; a
-    sharded model exchanges them itself.
+    Losses are sums, which `loss_scale` multiplies. With several ranks, DDP wraps a model that is whole.
     """
 
     loss_scale: Tensor | float = 1.0

@@ -58,9 +58,10 @@ def open_missing_streams() -> None:
 
 
 def exit_at_signals() -> None:
-    """Make stop signals exit immediately with EXIT_PREEMPTED, while there is nothing to save."""
+    """Make stop signals exit immediately, while there is nothing to save: a run with EXIT_PREEMPTED."""
     for number in stop_signals():
-        signal.signal(number, lambda *_: interrupts.leave(EXIT_PREEMPTED))
+        signal.signal(number, lambda number, _: interrupts.leave(
+            128 + number if "--check" in sys.argv else EXIT_PREEMPTED))
     interrupts.hold(False)  # if `common` was imported before this script began
 
 

@@ -13,9 +13,11 @@ in Qwen, as Hugging Face does.
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +32,11 @@ from checkpoint import huggingface, model_json
 from checkpoint.huggingface import permuted
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, requires_package, run_script
+from common.errors import CheckpointError, DataError, local_path, requires_package, run_script
 from common.files import disk_errors
 from common.text import show, status_line
 from config import ModelConfig
+from data_pipeline.templates import load_chat_format
 from extensions.card import read_card
 from extensions.inference.weights import export_dtype, find_model, load_model, rounded
 from model_kernels.attention import precompute_freqs
@@ -225,6 +228,20 @@ def compare(path: Path, source: Source) -> None:
             raise CheckpointError(f"the model was not exported: tensor {stored.name} of the file differs")
 
 
+def added_system_message(tokenizer: Any, template: str) -> str:
+    """Return the system message that the chat template adds to chats without one, or ""."""
+    message = re.search("{{ range .Messages }}(.*){{ end }}", template, re.DOTALL)
+    if message is None:
+        return ""
+    form = re.escape(message[1]).replace(re.escape("{{ .Role }}"), "system")
+    form = form.replace(re.escape("{{ .Content }}"), "(.*?)")
+    with suppress(DataError):  # a template that Paddock cannot use
+        chat = load_chat_format(tokenizer).encode_prompt([{"role": "user", "content": "?"}])
+        found = re.search(form, tokenizer.decode(chat), re.DOTALL)
+        return found[1] if found else ""
+    return ""
+
+
 def modelfile(output: Path, source: Source) -> str:
     """Return Ollama's Modelfile. Without a known chat format, the model continues text."""
     tokenizer = source.tokenizer
@@ -233,6 +250,8 @@ def modelfile(output: Path, source: Source) -> str:
     ends = [each["content"] for each in json.loads(tokenizer.tokenizer_json)["added_tokens"]
             if each["id"] in tokenizer.stop_ids | {tokenizer.eot_id}]
     lines = [f"FROM ./{output.name}", f'TEMPLATE """{template}"""', f"PARAMETER num_ctx {source.context}"]
+    if chat and (system := added_system_message(tokenizer, template)):
+        lines.append(f'SYSTEM """{system}"""')
     return "\n".join([*lines, *(f'PARAMETER stop "{end}"' for end in ends), ""])
 
 
@@ -255,7 +274,8 @@ def convert(folder: Path, output: Path, kind: str) -> None:
     modelfile_.write_text(modelfile(output, source), encoding="utf-8")
     before = read_card(folder).rstrip() or f"# {output.stem}"
     tensors = "within the rounding of q8_0" if kind == "q8_0" else "equal"
-    described = f"`{output.name}` ({kind}), its tensors compared with the model's: {tensors}."
+    described = (f"`{output.name}` ({kind}), its tensors compared with the model's: {tensors}. The rest of "
+                 "this page is about that model, and the code above needs its folder.")
     card.write_text(f"{before}\n\n## GGUF\n\n{described}\n", encoding="utf-8")
 
 

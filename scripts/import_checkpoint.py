@@ -316,9 +316,13 @@ def main() -> None:
     args = parser.parse_args()
     import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
                       args.rope_scaling_factor)
+    output = args.output.expanduser()
+    is_meta = args.source.suffix == ".pth" or (args.source.expanduser() / "params.json").exists()
+    line = f"Generate text with it: {command('scripts/generate.py', output)}"
+    if (output / "chat_template.jinja").exists() and not is_meta:  # theirs get ours, for training
+        line = f"Chat with it: {command('scripts/chat.py', output)}"
     show(f"Imported into {args.output}. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
-         f"TOKENIZER_PATH={args.output}",
-         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
+         f"TOKENIZER_PATH={args.output}", line)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from data_pipeline.sources import Reading
 from data_pipeline.templates import encode_rendered, load_chat_format
 from data_pipeline.vocabulary import train_bpe
 from extensions.inference.text import note_of_controls
+from scripts import convert_to_gguf
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -61,6 +62,16 @@ def with_template(folder, tmp_path):
         return load_tokenizer(str(tmp_path))
 
     return make
+
+
+@pytest.mark.parametrize(("start", "system"), [
+    ("{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}", "Be brief."), ("", "")])
+def test_an_added_system_message_is_exported_for_ollama(with_template, start, system):
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template = start + chatml + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = with_template(template, "<|im_start|>", "<|im_end|>", eos="<|im_end|>")
+    assert convert_to_gguf.added_system_message(tokenizer, convert_to_gguf.OLLAMA["<|im_start|>"]) == system
+    assert convert_to_gguf.added_system_message(tokenizer, "{{ .Prompt }}") == ""
 
 
 def flat(segments):

@@ -99,6 +99,9 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
     *status = stream && stream == captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    return (CUresult)cudaStreamIsCapturing(stream, (cudaStreamCaptureStatus *)status);
+}
 EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
                                             cudaGraph_t *graph, const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *count) {
     cudaStreamIsCapturing(stream, status);
