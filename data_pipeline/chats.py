@@ -207,6 +207,9 @@ def chats_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -
         if _is_filled(record, "chosen", "rejected"):
             raise DataError("is a preference, not a chat; prepare it with "
                             f"{command('scripts/load_dpo_dataset.py')}")
+        for names in CHATS:
+            if {*names} - {""} <= record.keys():
+                raise DataError(f"{next(name for name in names if not _is_filled(record, name))} is null")
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion (--map "
                         "prompt=COLUMN,completion=COLUMN says which columns these are)")

@@ -26,6 +26,7 @@ from data_pipeline.prepare import read_own_json
 from data_pipeline.shards import MANIFEST
 from dataloaders import Rows
 from extensions.cost import parameter_count
+from extensions.decide import FEWEST
 from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
@@ -224,8 +225,9 @@ def result_line(run: Run, started: float, first: int) -> str:
     # Compare the last evaluations with the first ones of the same items, perhaps by an earlier process.
     titles = {"val_loss": "loss", "val_reward": "reward", "val_reward_accuracy": "preference accuracy",
               **{f"{choices.name}_acc": choices.title for choices in run.inputs.choice_sets}}
-    before, items, since_step = {}, {}, Counter[str]()
+    before, items, since_step, numbers = {}, {}, Counter[str](), {}
     for line in read_entries(run.folder / "evaluations.jsonl"):
+        numbers[line["name"]] = line["n"]
         if items.setdefault(line["name"], line["items"]) != line["items"]:
             items[line["name"]], since_step[line["name"]] = line["items"], line["step"]
     evaluation_of = {"val_loss": VALIDATION, "val_reward": REWARD, "val_reward_accuracy": VALIDATION}
@@ -239,10 +241,13 @@ def result_line(run: Run, started: float, first: int) -> str:
         if name not in latest:
             continue
         is_share, error = name.endswith(("acc", "accuracy")), f"{name.removesuffix('_acc')}_stderr"
+        number = numbers.get(evaluation_of.get(name, name.removesuffix("_acc")), FEWEST)
+        few = f" (n = {number})" * (number < FEWEST)  # too few items for an error
         since = f"{number_text(before[name], None, is_share)} to " if name in before else ""
         if name == "val_reward_accuracy" and before.get(name) == 0:  # the reference, which prefers no answer
             since = "from chance (50.0 %) to "
-        results.append(f"{title} {since}{number_text(latest[name], latest.get(error), is_share)}")
+        error_value = None if few else latest.get(error)
+        results.append(f"{title} {since}{number_text(latest[name], error_value, is_share)}{few}")
         if name == "val_loss" and progress.best_val_loss and 0 < progress.best_step < progress.step:
             results[-1] += f", best {number_text(progress.best_val_loss)} at step {progress.best_step}"
     return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])

@@ -58,6 +58,7 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
 
 @pytest.mark.parametrize("record, reason", [
     ({"text": "x"}, "is not a chat: it has 'text'"),
+    ({"prompt": "x", "completion": None}, "completion is null"),
     ({"messages": str([ASK, SAY])}, "messages is text, expected a list, or its JSON"),
     ({"messages": [ASK]}, "has no assistant turn"),
     ({"messages": [ASK, ASK, SAY]}, "message 2 is the user's, expected the assistant's"),

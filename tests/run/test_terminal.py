@@ -73,6 +73,6 @@ def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_wor
     # The end is four lines, there and in the log: the results, and commands.
     *_, result, report, use, resume = plain.strip().split("\n")
     assert log.strip().split("\n")[-4:] == [f"[CPU0] {line}" for line in (result, report, use, resume)]
-    assert re.match(rf"result   loss {validations[0][0]} to {validations[-1][0]} ± {validations[-1][1]}, HellaSwag [\d.]+ % to [\d.]+ ± [\d.]+ %, in \d+ (s|min)", result)
+    assert re.match(rf"result   loss {validations[0][0]} to {validations[-1][0]} \(n = 5\), HellaSwag [\d.]+ % to [\d.]+ ± [\d.]+ %, in \d+ (s|min)", result)
     assert "scripts/report.py" in report and "scripts/generate.py" in use
     assert re.search(r"scripts/run\.py'? --run-name run --max-steps 8$", resume), "the other settings are recorded"
