@@ -466,7 +466,8 @@ class Check:
 
     def report_speed(self, config: Config, plan: StepPlan) -> None:
         """Print the run's speed and duration: measured within seconds, or from FLOPs for planned GPUs."""
-        if self.exit_codes:
+        done = self.start.step if self.start is not None and self.start.kind == "continue" else 0
+        if self.exit_codes or (steps := config.max_steps - done) <= 0:
             return
         if config.training_stage == "grpo":
             return self.line("speed", "not known, because it depends on the length of the answers")
@@ -476,12 +477,12 @@ class Check:
                 return " to ".join(dict.fromkeys(map(form, values)))  # once, if they are printed alike
 
             speeds = span("{:,.0f}".format, (config.total_batch_size / each for each in reversed(seconds)))
-            times = span(duration, (config.max_steps * each for each in seconds))
-            hours = span("{:,.1f}".format, (config.max_steps * each * config.world_size / 3600
+            times = span(duration, (steps * each for each in seconds))
+            hours = span("{:,.1f}".format, (steps * each * config.world_size / 3600
                                             for each in seconds))
             hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
             self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for "
-                               f"{counted(config.max_steps, 'step')}{hours}, not counting {uncounted}"
+                               f"{counted(steps, 'step')}{' left' * bool(done)}{hours}, not counting {uncounted}"
                                "evaluation and saving")
 
         if config.device_memory:
@@ -516,7 +517,7 @@ class Check:
         if why:
             return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls, "
                                       f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes at "
-                                      f"least about {duration(config.max_steps * at_best)}", "warn")
+                                      f"least about {duration(steps * at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
