@@ -481,8 +481,9 @@ class Check:
             hours = span("{:,.1f}".format, (steps * each * config.world_size / 3600
                                             for each in seconds))
             hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
-            self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for {counted(steps, 'step')}"
-                               f"{' left' * bool(done)}{hours}, not counting {uncounted}evaluation and saving")
+            left = f"{counted(steps, 'step')}{' left' * bool(done)}"
+            self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for {left}{hours}, "
+                               f"not counting {uncounted}evaluation and saving")
 
         if config.device_memory:
             peak, source = planned_peak(config)
