@@ -610,10 +610,10 @@ def batch_rules(c: Config) -> Iterator[str]:
         ranks = next(([counted(n, "rank")] for n in range(shares - 1, 0, -1)
                       if c.total_batch_size % (c.micro_batch_size * c.max_seq_len * n) == 0), [])
         ways = ["MICRO_BATCH_SIZE=0, which uses all rows of a step"] * fits + ranks
-        resuming = f"; or keep it, as a run that resumes must, and use {' or '.join(ways)}" if ways else ""
+        other = f", or keep it and use {' or '.join(ways)}" if ways else ""
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {shares} = {need}; "
-               f"try {' or '.join(str(size) for size in (below, above) if size)}{resuming}")
+               f"try {' or '.join(str(size) for size in (below, above) if size)}{other}")
     if 0 < (count := c.reproducible_micro_batches) < c.world_size:
         yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "

@@ -289,8 +289,8 @@ def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_o
 DPO = "--training-stage dpo --dpo-data-path x --instruct-checkpoint base"
 IMPOSSIBLE = [  # flags, and words of the error
     ("--total-batch-size 500000", "must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
-    ("--total-batch-size 4096", "try 8192; or keep it, as a run that resumes must, and use MICRO_BATCH_SIZE=0, which"),
-    ("--world-size 3 --check", "= 24576; try 516096 or 540672; or keep it, as a run that resumes must, and use 2 ranks"),
+    ("--total-batch-size 4096", "try 8192, or keep it and use MICRO_BATCH_SIZE=0, which"),
+    ("--world-size 3 --check", "= 24576; try 516096 or 540672, or keep it and use 2 ranks"),
     ("--dim 100", "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
     ("--n-kv-heads 5", "N_KV_HEADS=5 must divide N_HEADS=12; try one of 1, 2, 3, 4, 6, 12"), ("--rope-low-freq-factor 4", "must exceed"),
     ("--min-learning-rate 1", "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"), ("--precision fp16 --device cpu", "PRECISION=fp16"),
