@@ -221,9 +221,13 @@ def main() -> None:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
-        with status_line(lambda: "evaluating"):
-            before = [measure(each, config, args, context, folder) for each in earlier]
-            found = measure(folder, config, args, context, folder if earlier else None)
+        results = []
+        for each in (*earlier, folder):
+            if earlier:
+                say(f"Evaluating {each}")
+            with status_line(lambda: "evaluating"):
+                results.append(measure(each, config, args, context, folder if earlier else None))
+        *before, found = results
         is_rank0, device = ranks.is_rank0, ranks.device
         if harness:
             try:
