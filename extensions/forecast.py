@@ -36,7 +36,7 @@ from learn import objectives
 from learn.optim import Optimizer, make_reducer
 from model import Transformer
 from model_kernels.head import IGNORE_INDEX
-from parallel.process import ERROR_FILE
+from parallel.process import ERROR_FILE, cores
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.derived import TOKENS_PER_PARAMETER
 from plan.layers import PRESETS_DIR
@@ -521,6 +521,8 @@ class Check:
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
+            load = os.getloadavg()[0] if self.device.type == "cpu" else 0.0
+            linear += f" beside other programs (load {load:.0f})" * (load > cores() + 1)
             line([seconds], linear, "the teacher, " if config.distillation_enabled else "")
 
 
