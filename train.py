@@ -324,7 +324,7 @@ def step_metrics(run: Run, result: StepResult, lr: float, seconds: float) -> dic
                "tokens_per_second": config.total_batch_size / seconds, "step_seconds": seconds}
     for extension in run.extensions:
         metrics |= extension.metrics(run)
-    run.log.progress(progress.step, metrics, (config.max_steps - progress.step) * seconds)
+    run.log.progress(progress.step, metrics, seconds)
     return metrics
 
 

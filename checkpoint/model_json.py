@@ -63,8 +63,7 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
                        eos: int | list[int], dtype: Any) -> dict[str, Any]:
     """Return the content of config.json, for transformers 4.57 and 5.
 
-    Version 5 reads `rope_parameters` and `dtype`, version 4 reads `rope_theta`, `rope_scaling` and
-    `torch_dtype`; each ignores the other's.
+    Version 5 reads `rope_parameters` and `dtype`; version 4 `rope_theta`, `rope_scaling` and `torch_dtype`.
     """
     c = model_config
     scaling = None

@@ -22,8 +22,7 @@ CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits 
 # Of an extension: set the chunk of a model's head, given a config, the bytes of a number, and the device.
 CHUNK_CHOICES: list[Callable[[Any, Config, int, torch.device], None]] = []
 
-# From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
-# losses and its gradient to the logits.
+# From (M, vocab_size) float32 logits of a slice of positions, and the slice, to the summed loss and gradient.
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 

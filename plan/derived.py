@@ -2,8 +2,7 @@
 and finally the training data, once its rows are counted.
 
 DEPTH sets the size of a pretraining run. It counts only the parameters of the blocks' matrices, because the
-vocabulary is unknown when settings are read. The batch does not depend on the number of ranks, so a run can
-resume on a different number.
+vocabulary is unknown when settings are read. The batch is the same for any number of ranks, which may change.
 """
 
 import math

@@ -100,8 +100,7 @@ class Asked(NamedTuple):
 def find_start(asked: Asked, known: Known = Known(), warn: store.Warn = store.warn_on_console) -> Start:
     """Return the start that the settings ask for. An impossible one raises SettingsError or CheckpointError.
 
-    A run's own record comes first: the command that started it also continues it, although it names the
-    checkpoint that it started from.
+    A run's own record comes first: the command that started it, from a checkpoint, also continues it.
     """
     config, newest = asked.config, None
     if config.resume != "never":

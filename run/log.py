@@ -124,6 +124,7 @@ class RunLog:
         # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
         self.columns: Optional[ModuleType] = None
         self.ending: list[str] = []  # the last lines
+        self.pace: tuple[int, float] = ()  # the first step that was shown, and when
         self.latest: dict[str, Any] = {}  # the newest line of metrics
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,
@@ -204,8 +205,11 @@ class RunLog:
                  if isinstance(value, str)}
         self.append("events", {"time": time.time(), "step": step, "event": event, **facts, **texts})
 
-    def progress(self, step: int, metrics: Mapping[str, Any], seconds_left: float) -> None:
-        facts = (step, self.config.max_steps, metrics, seconds_left)
+    def progress(self, step: int, metrics: Mapping[str, Any], seconds: float) -> None:
+        """Show a step that took so long. The time left counts what follows steps, such as evaluations."""
+        first, at = self.pace = self.pace or (step, time.perf_counter())
+        seconds = (time.perf_counter() - at) / (step - first) if step > first else seconds
+        facts = (step, self.config.max_steps, metrics, (self.config.max_steps - step) * seconds)
         room = WIDTH - len(self.shown_prefix)
         self.info(console_line(*facts), self.columns and self.columns.step_columns(*facts, room))
 
