@@ -457,6 +457,7 @@ class Config(*reversed(SECTIONS)):
         needed = {"PREPARE_AHEAD=true": self.prepare_ahead and "prepare_ahead",
                   "DISTILLATION_ENABLED=true": self.distillation_enabled and "distillation",
                   "LEDGER_CHECKSUM=true": self.ledger_checksum and "checksums",
+                  "REWARD": self.training_stage == "grpo" and ":" in self.reward and "reward_code",
                   "REPRODUCIBLE=true": self.reproducible and "checksums",
                   f"PREFERENCE_OBJECTIVE={preference}": preference != "dpo" and "preferences"}
         return {name: setting for setting, name in needed.items() if name}

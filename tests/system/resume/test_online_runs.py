@@ -178,6 +178,17 @@ def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(functio
     assert run.metrics()[-1]["reward"] == np.mean([line["reward"] for line in run.lines("rollouts") if line not in failed])
 
 
+def test_a_reward_whose_code_was_changed_is_named_when_the_run_goes_on(functions, stages, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    run = stages.run("grpo", tmp_path / "runs", REWARD="rated:own", MAX_STEPS=3, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
+    told = []
+    for step, code in ((1, FUNCTIONS), (2, FUNCTIONS), (3, FUNCTIONS + "# stricter\n")):
+        (tmp_path / "rated.py").write_text(code)
+        assert run.train(STOP_STEP=step) == 0
+        told.append("the code of rated (REWARD) was changed since the checkpoint" in capsys.readouterr().err)
+    assert told == [False, False, True]
+
+
 def prompts_of(records, stages, folder, **source):
     options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
     source = Source(path=write_jsonl(folder / "asked.jsonl", records), **source)
