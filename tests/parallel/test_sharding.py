@@ -101,7 +101,8 @@ def test_a_sharded_run_equals_that_of_one_process(feature, layout, stages, whole
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-5 * coarse)
     if feature != "bf16":
         assert run.lines("samples") == whole.lines("samples")
-        assert furthest(run, whole, 2) < 3e-5, "weights and optimizer state"
+        # AdamW divides a gradient by its size, so the rounding of a tiny one, as of adapters that begin at 0, counts.
+        assert furthest(run, whole, 2) < (3e-4 if "lora" in feature else 3e-5), "weights and optimizer state"
 
 
 @pytest.mark.parametrize("feature, precision", [
