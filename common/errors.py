@@ -102,7 +102,7 @@ def local_path(text: str) -> Path:
 
 
 def leave_compilers() -> None:
-    """Do not wait at the end for torch's compilers, up to 300 s if they had little to do: they end too."""
+    """Do not wait at exit for torch's compile workers, perhaps for 300 s: they end by themselves."""
     compilers = sys.modules.get("torch._inductor.async_compile")
     atexit.unregister(getattr(compilers, "shutdown_compile_workers", None))
 

@@ -109,8 +109,8 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
 
     The items are the rows, chats or pairs (`kind`) with targets. Results do not depend on the number of
     ranks; the batch size changes them only by rounding. Further metrics are perplexity, bits per byte and
-    those of the objective. Bits per byte is the cross-entropy of all targets in bits, divided by the UTF-8
-    bytes of their text (None: unknown), so it is comparable across tokenizers. Control tokens have no bytes.
+    those of the objective. Bits per byte, comparable across tokenizers, is the cross-entropy of all targets
+    in bits, divided by the UTF-8 bytes of their text (None: unknown). Control tokens count, with 0 bytes.
     Source: Gao et al. 2020 (arXiv:2101.00027), section 3.1, as in lm-evaluation-harness.
     """
     model.eval()

@@ -246,7 +246,7 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
            spans: Optional[Spans] = None) -> Tensor:
     """Compute (B, T, N, H) attention with one of KERNELS.
 
-    It is limited by the mask, or causal, in each row or in `spans`. Without a mask, one query sees all keys.
+    It is limited by the mask, or causal in each row or in `spans`. Unmasked, a single query sees all keys.
     """
     if KERNELS[kernel].attend:
         return KERNELS[kernel].attend(q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)

@@ -1,6 +1,6 @@
 """Sharding with torch's FSDP2. The ranks of a shard group hold one copy of the model together.
 
-Each rank holds some rows of every matrix, its gradient and its optimizer state. Small vectors stay whole.
+Each rank holds some rows of every matrix, its gradient and its optimizer state. Vectors are small and whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -32,7 +32,7 @@ JOIN_SECONDS = 25  # allowed delay between starts of ranks without a launcher
 # Added to torch's own timeout, which must not fire first: the watchdog decides.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
-left_groups: list[Any] = []
+left_groups: list[Any] = []  # see stop_ranks
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,7 @@ def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
     stop_watchdog()
     if dist.is_initialized():
-        left_groups.append(dist.group.WORLD)  # a DDP model that is the last to hold it can hang when it ends
+        left_groups.append(dist.group.WORLD)  # a DDP model that outlives it can hang when it is freed
         dist.destroy_process_group()
 
 

@@ -80,7 +80,7 @@ class StoredTensor(NamedTuple):
 def weights_sha256(folder: str | Path, layers: Optional[int] = None) -> str:
     """Return the hash of a model's weights, independent of their division into files.
 
-    It ignores a stored copy of a tied head, and buffers in old files. `layers` are those of a cut model.
+    It ignores a stored copy of a tied head, and buffers in old files. With `layers`, it is of the first ones.
     """
     folder = Path(folder)
     refuse_adapters(folder)

@@ -43,7 +43,7 @@ def applies(name: str, asked: Asked, start: Start) -> bool:
 def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict[str, Any], list[str]]:
     """Return the settings that a continued run keeps, as they were recorded, and warnings.
 
-    New defaults do not apply to it. A value that this version refuses is a warning; if fixed, an error.
+    New defaults do not apply. A value that this version refuses is a warning, of a fixed setting an error.
     """
     record = start.state["settings"]
     left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}

@@ -124,7 +124,7 @@ class RunLog:
         # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
         self.columns: Optional[ModuleType] = None
         self.ending: list[str] = []  # the last lines
-        self.pace: tuple[int, float] = ()  # the first step that was shown, and when
+        self.pace: Optional[tuple[int, float]] = None  # the first step that was shown, and when
         self.latest: dict[str, Any] = {}  # the newest line of metrics
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,

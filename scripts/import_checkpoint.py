@@ -319,7 +319,7 @@ def main() -> None:
     output = args.output.expanduser()
     is_meta = args.source.suffix == ".pth" or (args.source.expanduser() / "params.json").exists()
     line = f"Generate text with it: {command('scripts/generate.py', output)}"
-    if (output / "chat_template.jinja").exists() and not is_meta:  # theirs get ours, for training
+    if (output / "chat_template.jinja").exists() and not is_meta:  # Meta's base models get our template, too
         line = f"Chat with it: {command('scripts/chat.py', output)}"
     show(f"Imported into {args.output}. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
          f"TOKENIZER_PATH={args.output}", line)
