@@ -53,7 +53,7 @@ MEDIA_PLACE = re.compile(r"<\|?(image|audio|video)[ _]?\w*\|?>|\[IMG\]")
 REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
 LABELS = ("label", "kto_tag")  # whether an answer is good, as TRL and LLaMA-Factory call it
 CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
-         ("prompt", "completion"))
+         ("prompt", "completion"), ("question", "answer"))
 # The fields that are used: of all records, besides a request, of messages by role, and of what is in them.
 # Others are dropped and counted by name; null means missing. MARKS are used in messages, and as a list in a
 # record. Chats use an answer too, pairs two or a label. Prompts keep the whole record, texts use one column.
@@ -211,7 +211,7 @@ def chats_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -
             if {*names} - {""} <= record.keys():
                 raise DataError(f"{next(name for name in names if not _is_filled(record, name))} is null")
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
-                        "instruction and output, or prompt and completion (--map "
+                        "instruction and output, prompt and completion, or question and answer (--map "
                         "prompt=COLUMN,completion=COLUMN says which columns these are)")
     if _is_filled(record, "label") and ("completion" in record or isinstance(record["label"], bool)) or (
             isinstance(record.get("kto_tag"), bool)):

@@ -136,7 +136,7 @@ def template() -> Template:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
         "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format,
-        "percent": partial(number_text, is_share=True),
+        "counted": counted, "percent": partial(number_text, is_share=True),
         "fixed": lambda value, format: "" if value is None else f"{value:{format}}",
         "title": metric_title, "result": lambda score: result_text(score.metric, score.value, score.stderr),
         "model": model_name, "download": lambda base: name_of_download(base) or ""}

@@ -1,8 +1,8 @@
 """Prepare chats for supervised fine-tuning: read and tokenize them, and write them as token shards.
 
 The columns of a record determine its format: messages [{role, content}], conversations [{from, value}]
-(ShareGPT), instruction, input and output (Alpaca), or prompt and completion. A column system holds the system
-message.
+(ShareGPT), instruction, input and output (Alpaca), prompt and completion, or question and answer. A column
+system holds the system message.
 """
 
 import sys

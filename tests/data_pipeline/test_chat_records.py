@@ -38,7 +38,7 @@ def read(kind, tmp_path, *records, **options):
     ({"instruction": "Why?", "input": "", "output": "So.", "text": "as one"}, [ASK, SAY]),
     ({"instruction": "Add.", "input": "1, 2", "output": "3"},
      [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
-    ({"prompt": "Why?", "completion": "So."}, [ASK, SAY]),
+    ({"prompt": "Why?", "completion": "So."}, [ASK, SAY]), ({"question": "Why?", "answer": "So."}, [ASK, SAY]),
     ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "input_text", "text": "y?"}]},
                    {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [{**ASK, "parts": ["Wh", "y?"]}, SAY]),
