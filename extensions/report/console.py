@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,11 +20,13 @@ from checkpoint import store
 from checkpoint.huggingface import is_vocabulary
 from checkpoint.schema import REWARD, VALIDATION, read_entries
 from common.activity import tick
+from common.errors import DataError
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import Config
 from data_pipeline.mixture import describe_sources
 from data_pipeline.prepare import read_own_json
 from data_pipeline.shards import MANIFEST
+from data_pipeline.templates import ChatFormat, load_chat_format
 from dataloaders import Rows
 from extensions.cost import parameter_count
 from extensions.decide import FEWEST
@@ -132,9 +135,11 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
 def trained_on_too(inputs: Inputs) -> tuple[int, int, str, str]:
     """Return the number of held-out items that are also trained on, the number of all, their noun, and what
     they share. Documents match if one is the beginning of the other: the end of one may be held out."""
-    if held_out := [*openings(inputs.validation_rows)]:
-        known = {*held_out}.intersection(openings(inputs.rows, {*map(len, held_out)}))
-        return sum(opening in known for opening in held_out), len(held_out), "example", "prompt"
+    if any(source.example_set for source in inputs.validation_rows.sources):
+        header = user_header(load_chat_format(inputs.tokenizer))
+        held_out = [*requests(inputs.validation_rows, header)]
+        known = {*held_out}.intersection(requests(inputs.rows, header))
+        return sum(request in known for request in held_out), len(held_out), "example", "prompt"
     documents, by_start = [*documents_in(inputs.validation_rows)], defaultdict(list)
     for number, ids in enumerate(documents):
         by_start[ids[:COMPARED].tobytes()].append(number)
@@ -157,15 +162,33 @@ def documents_in(rows: Rows) -> Iterator[np.ndarray]:
             yield document
 
 
-def openings(rows: Rows, lengths: Optional[set[int]] = None) -> Iterator[bytes]:
-    """Yield the tokens of each example before its first target, if they have one of these lengths."""
+def user_header(chat_format: ChatFormat) -> list[int]:
+    """Return the tokens before a user's first words, with or without a system message before them.
+
+    There are none if the template has no system message, or no control token there.
+    """
+    def prompt(user: str, **system: str) -> list[int]:
+        messages = [{"role": role, "content": text} for role, text in (*system.items(), ("user", user))]
+        return chat_format.encode_prompt(messages)
+
+    try:
+        chat, alone, other = prompt("b", system="a"), prompt("b"), prompt("c", system="a")
+    except DataError:
+        return []
+    start = len(chat) - len(commonprefix([chat[::-1], alone[::-1]]))
+    header = chat[start:len(commonprefix([chat, other]))]
+    return header if {*header} & {*chat_format.tokenizer.special_ids.values()} else []
+
+
+def requests(rows: Rows, header: list[int]) -> Iterator[bytes]:
+    """Yield the tokens of each example before its first target, without its system message."""
     for examples in (source.example_set for source in rows.sources if source and source.example_set):
-        sizes = examples.first_targets * examples.tokens.shards[0].ids_dtype.itemsize
-        chosen = np.isin(sizes, [*lengths]) if lengths is not None else sizes > 0
-        for number in np.flatnonzero(chosen).tolist():
+        first = np.array(header, examples.tokens.shards[0].ids_dtype).tobytes()
+        for number in np.flatnonzero(examples.first_targets).tolist():
             tick()
             start, count = examples.starts[number], examples.first_targets[number]
-            yield examples.tokens.read(int(start), int(count)).tobytes()
+            opening = examples.tokens.read(int(start), int(count)).tobytes()
+            yield opening[max(0, opening.find(first)):]
 
 
 def times_read(config: Config, rows: Rows) -> str:

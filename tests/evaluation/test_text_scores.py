@@ -188,16 +188,16 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(scores, s
 
 
 def test_examples_of_one_s_own_validation_set_that_are_trained_on_too_are_counted(stages, tmp_path):
-    """By their prompts, whatever is answered; three are in both sets."""
+    """By their prompts, whatever is answered, and whatever system message precedes; three are in both sets."""
     options, records = PreparationOptions(str(stages.prepared.tokenizer), "auto", 10**6, 0.0, workers=1), [
         {"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": f"So {number}."}]} for number in range(60)]
     train, own = (prepare_set("chats", write_jsonl(tmp_path / f"{name}.jsonl", each), tmp_path / name, options) for name, each in (
         ("train", [{"messages": [{**message, "content": message["content"].replace("So", "No")} for message in record["messages"]]} for record in records[:30]]),
-        ("own", records[27:])))
+        ("own", [{"messages": [{"role": "system", "content": "Be brief."}, *record["messages"]]} for record in records[27:]])))
     config = make_plan(stages.run("sft", tmp_path, SFT_DATA_PATH=train, VALIDATION_DATA_PATH=own).argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path)
     inputs = SimpleNamespace(rows=open_rows(config, "train", tokenizer, "never"), validation_rows=open_rows(config, "validation", tokenizer, "never"),
-                             description="")
+                             tokenizer=tokenizer, description="")
     sentence = f"VALIDATION_DATA_PATH={own}: 3 of 33 examples have the prompt of one that the run trains on"
     _, *notes = describe_data(config, inputs)
     assert [note.partition(", so")[0] for note in notes] == [sentence]
