@@ -257,10 +257,16 @@ def hf_tokenizer(folder):
     return load_tokenizer(str(folder))
 
 
+@pytest.fixture(scope="session")
+def transformers():
+    """The oracle of many tests."""
+    return pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+
+
 @pytest.fixture(scope="module")
-def transformers_tokenizer(folder):
+def transformers_tokenizer(folder, transformers):
     """The tokenizer in `folder`, loaded with transformers."""
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

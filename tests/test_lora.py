@@ -188,9 +188,8 @@ def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expec
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("by", ["transformers", "transformers, padded", "paddock", "transformers, bf16"])
-def test_rows_that_resizing_added_are_untrained(by, tied, tmp_path):
+def test_rows_that_resizing_added_are_untrained(by, tied, tmp_path, transformers):
     """transformers draws them around the mean of the others, with a billionth of their covariance; Paddock takes the mean."""
-    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     transformers.set_seed(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -295,8 +294,7 @@ WHOLE = [dict(), dict(lora_train_head=True), dict(lora_train_embeddings=True),
 
 @pytest.mark.parametrize("changes", [dict(lora_rslora=True, lora_target_modules="wk,wo,w3"), *WHOLE, ROWS])
 @pytest.mark.parametrize("tied", [True, False])
-def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenizer, tmp_path):
-    transformers = pytest.importorskip("transformers")
+def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenizer, tmp_path, transformers):
     model = adapted(shape(tie_embeddings=tied), changes)
     folder, base = saved(tmp_path, model, changes, tokenizer)
     reference = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
@@ -373,8 +371,7 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])
-def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path, transformers):
     model = adapted(shape(tie_embeddings=tied), changes)
     adapter, _ = saved(tmp_path, model, changes, tokenizer)
     merge(adapter, tmp_path / "merged")
@@ -454,9 +451,8 @@ def test_a_compiled_forward_does_not_keep_the_dequantised_base(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_the_mean_of_their_texts_pieces_are_untrained(dtype, tokenizer, tmp_path):
+def test_rows_that_are_the_mean_of_their_texts_pieces_are_untrained(dtype, tokenizer, tmp_path, transformers):
     """As people initialise new tokens in transformers, control tokens and others; a row that has moved since is a learned one."""
-    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     tokenizer.save_huggingface(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     names = ["<|tool_call|>", "<|tool_end|>", "[cite]", "[verse]"]

@@ -354,7 +354,6 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
 
 
-transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 UNUSED, CONTEXT = 27, 512
 
 

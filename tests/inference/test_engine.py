@@ -226,9 +226,8 @@ def test_no_padded_id_is_ever_drawn(model):
     assert max(token for row in written for token in row) < VOCAB
 
 
-def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
+def test_greedy_tokens_are_those_of_transformers(tmp_path_factory, transformers):
     """A hundred tokens after each of ten prompts, by the folder that we save."""
-    transformers = pytest.importorskip("transformers")
     tokenizer = load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
     config = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, ffn_dim=80, init_std=0.25, tie_embeddings=False,
                          rope_scaling_factor=8.0, rope_original_max_len=32)

@@ -73,9 +73,8 @@ def test_a_header_that_does_not_fit_its_file_is_refused(field, words, gguf, tmp_
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_type_is_the_model(name, gguf, tmp_path):
+def test_every_type_is_the_model(name, gguf, tmp_path, transformers):
     """transformers reads the architecture and the settings from the file; it ignores scaling, and Qwen 3's head width."""
-    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
     folder = save(tmp_path / "model", **MODELS[name])
     for kind in ("f32", "bf16", "q8_0"):
         script.convert(folder, tmp_path / f"{kind}.gguf", kind)
@@ -144,9 +143,8 @@ def assert_equal_ids(ours, theirs, texts=TEXTS):
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "qwen2", "smollm", "gpt-2"])
-def test_a_file_is_imported_with_the_tokenizer_that_it_holds(pre, gguf, tmp_path):
+def test_a_file_is_imported_with_the_tokenizer_that_it_holds(pre, gguf, tmp_path, transformers):
     """It has the ids of the model's own, which was exported, and of transformers' conversion of the file."""
-    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
     folder, file = save(tmp_path / "model"), tmp_path / "f16.gguf"
     content = json.loads((folder / "tokenizer.json").read_text())
     parts, (regex, ignores) = content["pre_tokenizer"]["pretokenizers"], next(how for how, name in script.PRE_TOKENIZERS.items() if name == pre)
@@ -178,8 +176,7 @@ def test_a_file_is_imported_with_the_tokenizer_that_it_holds(pre, gguf, tmp_path
         assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
 
 
-def test_a_file_with_sentencepieces_is_imported_with_the_ids_of_transformers(gguf, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
+def test_a_file_with_sentencepieces_is_imported_with_the_ids_of_transformers(gguf, tmp_path, transformers):
     kinds, file = gguf.TokenType, tmp_path / "pieces.gguf"
     words = ["\u2581t", "he", "\u2581the", "in", "an", "\u2581s", "at", "\u2581sat", "\u2581a", "en", "ten", "\u2581ten", "nt", "ent", "\u2581tent", "\u2581h", "aa", "aaaa", "\u2581\u2581"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *"\u2581etaoinshrdlu.,'0123SIT"]

@@ -106,9 +106,8 @@ def test_two_ranks_share_the_work(whole, tmp_path):
 
 
 @pytest.mark.parametrize("longest", [24, 1500])
-def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp_path, capsys, longest):
+def test_a_context_is_cut_on_its_left_at_the_length_in_config_json(prepared, tmp_path, capsys, longest, transformers):
     """The labels are the best endings by transformers, of the last tokens that the model was made for (lm-evaluation-harness's formula)."""
-    transformers = pytest.importorskip("transformers")
     (model := tmp_path / "model").mkdir()
     tiny_model_folder(model, load_tokenizer(str(prepared.tokenizer)), context=longest)
     network, tok = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(model)

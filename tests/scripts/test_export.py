@@ -83,8 +83,7 @@ def without_training(folder: Path) -> dict[str, bytes]:
             if path.is_file() and path.name not in (STATE, OPTIMIZER, "MANIFEST.json")}
 
 
-def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path, transformers):
     output = export(whole.folder, "--to", "hf", "--output", tmp_path / "made")
     source = max((whole.folder / "checkpoints").glob("step-*"))
     assert without_training(tmp_path / "made") == without_training(source)

@@ -118,10 +118,9 @@ def test_control_tokens_in_a_prompt_are_reported_and_can_be_parsed(client, model
 
 
 @pytest.fixture(scope="module")
-def reference(models, tmp_path_factory):
+def reference(models, tmp_path_factory, transformers):
     """A function that returns transformers' logits after each token of a list."""
     import torch
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("exported")
     save_model_folder(folder, models[0].model.state_dict(), models[0].model.config, models[0].tokenizer, CONTEXT)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
