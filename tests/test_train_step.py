@@ -183,10 +183,6 @@ def check_bf16() -> None:
     stop_ranks()
 
 
-def test_two_ranks_exchange_gradients_in_bf16(tmp_path):
-    run_ranks(check_bf16, world_size=2, folder=tmp_path)
-
-
 def hold_in_bf16(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -203,10 +199,6 @@ def check_bf16_weights() -> None:
     stop_ranks()
 
 
-def test_two_ranks_average_the_gradients_of_bf16_weights(tmp_path):
-    run_ranks(check_bf16_weights, world_size=2, folder=tmp_path)
-
-
 class Placed(NextToken):
     """Records the address of each gradient before each micro-batch."""
 
@@ -219,6 +211,7 @@ class Placed(NextToken):
 
 
 def check_buckets() -> None:
+    """The gradients stay in the buckets of their exchange."""
     ranks, objective, step = start_ranks("cpu", 60), Placed(), train.train_step
 
     def thrice(*arguments):
@@ -231,5 +224,6 @@ def check_buckets() -> None:
     stop_ranks()
 
 
-def test_the_gradients_of_several_ranks_stay_in_the_buckets_of_their_exchange(tmp_path):
-    run_ranks(check_buckets, world_size=2, folder=tmp_path)
+@pytest.mark.parametrize("check", [check_bf16, check_bf16_weights, check_buckets])
+def test_two_ranks_exchange_gradients(check, tmp_path):
+    run_ranks(check, world_size=2, folder=tmp_path)
