@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, compress, islice
 from select import select
@@ -43,7 +43,7 @@ from extensions.decide import standard_error
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling, never_sample
 from extensions.inference.weights import packed_weights
 from extensions.report.numbers import number_text
-from extensions.rewards import ANSWERS, BUILT_IN, answer_column, text_of, with_answer
+from extensions.rewards import ANSWERS, BUILT_IN, answer_column, final_answer, text_of, with_answer
 from extensions.settings import answered_together, answers_per_row, reward_terms
 from learn.objectives import LossSum, Prepared, token_logprobs
 from learn.optim import Reducer
@@ -203,12 +203,24 @@ class Rollouts:
             chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), LOOKED_AT)).astype(int))
             batches = [rows(np.array([row])) for row in chosen.tolist()]
             if rows is inputs.validation_rows or not config.distillation_enabled:
-                notes += self.rewards.check([self.example(batch, 0) for batch in batches], advice)
+                examples = [self.example(batch, 0) for batch in batches]
+                notes += [*self.rewards.check(examples, advice), *self.unsayable(examples)]
             elif config.distillation_lambda < 1:
                 for batch in batches:
                     self.recorded(batch)
         for note in dict.fromkeys(notes):
             self.context.log.info(note)
+
+    def unsayable(self, examples: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """Yield a note if the tokenizer changes an answer that the model's own must equal or contain."""
+        if {*self.rewards.names} & {"exact", "contains"}:
+            texts = [text_of(with_answer(json.loads(record)).get("answer")) for _, record in examples]
+            for text in texts:
+                said = self.tokenizer.decode(self.tokenizer.encode(text))
+                if final_answer(said) != final_answer(text):
+                    yield (f"{self.rewards.setting} gives no answer to {text!r:.60} its reward, since the "
+                           f"tokenizer writes it as {said!r:.60}; correct the data")
+                    return
 
     def example(self, prompts: Batch, row: int) -> tuple[str, str]:
         """Return the text and the record of a prompt."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from ctypes import c_float
 from fractions import Fraction
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
@@ -26,6 +28,10 @@ Reward = Callable[[str, str, Mapping[str, Any]], float]
 
 class Misunderstood(float):
     """The reward 0 of an answer whose value is not understood; such answers are counted."""
+
+
+class Percent(Fraction):
+    """A value that was written as a percentage, which people also write without the sign: 60 % is 60, too."""
 
 
 BEGINS_THOUGHTS = re.compile(r"<think(?:ing)?>|\[THINK\]")
@@ -42,6 +48,7 @@ NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in
     (r"\\[,;: ()\[\]]|[~\u00a0\u2009\u202f]", " "), (r"\\([%{}])", r"\1"),
     (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!|\\?[$€£¥]", ""),
     (r"\^\s*\{?\s*\\circ\s*\}?|°", " "), (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
+    (r"\\div(?![A-Za-z])|÷", "/"),
     (r"\\(?:text|math|mbox|operatorname)[a-z]*\s*\{([^{}]*)\}", r" \1 "),
     (r"\\(?:approx|equiv|implies|[Rr]ightarrow|to|therefore|q?quad)(?![A-Za-z])|≈", "="),
     (r"([A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)", r"\1")))  # the exponent of a unit
@@ -63,25 +70,35 @@ TERM = re.compile(
     rf"(?:\s*(?P<scale>{'|'.join(SCALES)})(?![A-Za-z克米瓦]))?"  # 千克 is a kilogram
     r"|(?<![\w.])\d[\d,]*(?:\.\d+){2,}|\\[A-Za-z]+|[√π∞±]|\b(?:sqrt|pi)\b"  # the rest is not rational
     rf"|[(\[{{]\s*{AMOUNT}(?:\s*,(?!\d{{3}}\b)\s*{AMOUNT})+\s*[)\]}}]")
-JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the terms of an expression
+JOINED = re.compile(r"[ {}()\[\]]*(?:[*+/^_]+| x )[ {}()\[\]]*|[,:{}]?")  # between terms of an expression
+# Between the terms of a difference and the value that it equals, perhaps with a unit: 20 - 5 eggs = 15.
+EQUALS, MINUS = (re.compile(rf"[ )}}\]*]*(?:[^\W\d_]+[ )}}\]*]*)?{sign}")
+                 for sign in (r"\s*=[\s({\[*]*", r"-?[ ({\[*]*"))
 NO_NUMBER = re.compile(r"[<>≤≥≠|]|(?<!\\)!|\d\s*_\{?\d")  # also a factorial, |x|, and another base than 10
+# As GSM8K ends its solutions. Where a model runs on, the first such line is the answer.
+MARKED_NUMBER = re.compile(
+    rf"####[ \t]*([-\u2212$€£¥ ]*{AMOUNT}[ \t]*(?:%|[^\W\d_]+[²³]?)?\.?)[ \t]*$", re.MULTILINE)
 UNITS = "mgshlLJNWVACF"  # other single letters, Latin or Greek, are variables after a number
 
 
 def final_answer(text: str, prompt: str = "") -> str:
     """Return the answer in a text, which is all after its thoughts; "" if they do not end.
 
-    The prompt may begin them, and its text includes the header of the answer.
+    The prompt may begin them, and its text includes the header of the answer. Characters are composed (NFC),
+    so that two forms of one text are equal.
     """
     opening = re.search(rf"(?:{BEGINS_THOUGHTS.pattern})\s*$", prompt)
     answer = ENDS_THOUGHTS.split((opening[0] if opening else "") + text)[-1]
-    return BEGINS_THOUGHTS.split(answer)[0].strip()
+    return unicodedata.normalize("NFC", BEGINS_THOUGHTS.split(answer)[0]).strip()
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text; of tables' floats, 72.0 is 72, a float32's 0.1 is 0.1, and NaN is a gap."""
+    """Return a value as text; of tables' floats, 72.0 is 72, a float32's 0.1 is 0.1, and NaN is a gap.
+
+    Truth values are those of JSON.
+    """
     if not isinstance(value, float):
-        return str(value)
+        return json.dumps(value) if isinstance(value, bool) else str(value)
     if math.isnan(value):
         return ""
     if value.is_integer():
@@ -144,7 +161,14 @@ def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     if wanted is None:
         raise ValueError(f"the record's answer {text[:80]!r} is not one number; correct the record, or use "
                          "REWARD=math_verify, which also compares expressions")
-    return Misunderstood() if given is None else float(given == wanted)
+    return Misunderstood() if given is None else is_same(given, wanted)
+
+
+def is_same(one: Fraction, other: Fraction) -> float:
+    """Return 1 if values are equal, perhaps without the percent sign that one of them has, else 0."""
+    with_sign, without = (one, other) if isinstance(one, Percent) else (other, one)
+    is_one_sided = isinstance(with_sign, Percent) and not isinstance(without, Percent)
+    return float(one == other or (is_one_sided and 100 * with_sign == without))
 
 
 def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -154,7 +178,7 @@ def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     answer = final_answer(answer, prompt)
     wanted, given = final_value(text := reference(record), is_reference=True), final_value(answer)
     if wanted is not None and given is not None:
-        return float(given == wanted)
+        return is_same(given, wanted)
     if not (expected := parse(text) or parse(f"${text}$")):
         raise ValueError(f"math-verify finds nothing in the record's answer {text[:80]!r}")
     return float(verify(expected, parsed)) if (parsed := parse(answer)) else Misunderstood()
@@ -168,24 +192,30 @@ def length(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
 def final_value(text: str, is_reference: bool = False) -> Fraction | None:
     """Return the number that a text gives as its answer; None if it is not understood.
 
-    That is the only number in the last \\boxed{}, in <answer> or after a last ####; else the first one after
-    "the answer is", continued over "="; else the last number. A reference has only one.
+    That is the only number in the last \\boxed{}, in <answer>, in the first line "#### number" or after a
+    last ####; else the first one after "the answer is", continued over "="; else the last number. A
+    reference has only one.
     """
     text, is_only = final_answer(text), True
     if boxed := [*re.finditer(r"\\(?:boxed|fbox)\s*", text)]:
         text = first_argument(text[boxed[-1].end():])
-    elif marked := re.findall(r"<answer>(.*?)</answer>|####([^\n]+)\s*$", text, re.DOTALL):
-        text = "".join(marked[-1])
+    elif marked := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        text = marked[-1]
+    elif marked := MARKED_NUMBER.search(text) or re.search(r"####([^\n]+)\s*$", text):
+        text = marked[1]
     else:
         is_only = is_reference
         cue = [*re.finditer(r"\banswer\b[^\w\n]*?(?:(?:is|are)\b(?! +not\b)|[:=])", text, re.IGNORECASE)]
         text = text[cue[-1].end():] if cue else text
-    values, is_equal = terms_in(re.sub(r"^\s*[A-Za-z]\w*(\([^()=]*\))?\s*=", "", text) if is_only else text)
+    values, links = terms_in(re.sub(r"^\s*[A-Za-z]\w*(\([^()=]*\))?\s*=", "", text) if is_only else text)
     if is_only or not values:
         return values[0] if len(values) == 1 and not NO_NUMBER.search(text) else None
     if not cue:
         return values[-1]
-    return values[next((number for number, equal in enumerate(is_equal) if not equal), len(values) - 1)]
+    value = values[0]
+    for link, following in takewhile(itemgetter(0), zip(links, values[1:])):
+        value = following if link == "=" else None
+    return value
 
 
 for _function in (exact, contains, numeric, math_verify):
@@ -203,8 +233,8 @@ def first_argument(text: str) -> str:
     return ""
 
 
-def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
-    """Return a text's values, None for what is not a number, and if "=" leads from each to the next."""
+def terms_in(text: str) -> tuple[list[Fraction | None], list[str]]:
+    """Return a text's values, None for what is not a number, and "=", "-" or "" from each to the next."""
     for pattern, replacement in NOTATIONS:
         text = pattern.sub(replacement, text)
     before = ""
@@ -213,7 +243,7 @@ def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
         for pattern, is_power in COMPUTED:
             text = pattern.sub(partial(computed, is_power=is_power), text)
     values: list[Fraction | None] = []
-    is_equal, end, was_number, scale = [], 0, True, None
+    links, end, was_number, scale = [], 0, True, None
     for term in TERM.finditer(text):
         gap, value = text[end:term.start()], value_of(term, text)
         is_touching = not (was_number and term["amount"]) and not gap.strip(" {}()[]*+/^_-")
@@ -222,11 +252,13 @@ def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
             values[-1] = None
             was_number &= bool(term["amount"])
         else:
-            is_equal += [gap.strip() == "="] if values else []
+            is_minus = (term["sign"] and value and value > 0) or gap.endswith("-")
+            link = "=" if EQUALS.fullmatch(gap) else "-" if is_minus and MINUS.fullmatch(gap) else ""
+            links += [link] if values else []
             values.append(value)
             was_number = bool(term["amount"])
         end, scale = term.end(), term["scale"]
-    return values, is_equal
+    return values, links
 
 
 def rational(amount: str) -> Fraction:
@@ -257,7 +289,8 @@ def value_of(term: re.Match, text: str) -> Fraction | None:
     # The hyphen of a range, a difference or a list is not a minus.
     is_minus = bool(sign) and not (last.isdigit() or last in ")]}»%" and last)
     is_minus &= not (sign[1:] and (last.isalpha() or before.endswith("\n")))
-    return (-value if is_minus else value) / (100 if term["percent"] else 1)
+    value = -value if is_minus else value
+    return Percent(value, 100) if term["percent"] else value
 
 
 BUILT_IN: dict[str, Reward] = {"exact": exact, "contains": contains, "regex": regex, "math": numeric,

@@ -191,7 +191,9 @@ VALUES = {  # what answers are worth, by their text; None: it is not understood
     r"\boxed{90^{\circ}}": 90, "5 m²": 5, r"-\$12.50": "-25/2", "7 / 2": "7/2", r"\boxed{\frac{\frac{1}{2}}{3}}": "1/6", r"\boxed{\dfrac{3}{-4}}": "-3/4",
     "The answer is 2 + 2 = 4.": 4, "The answer is 42. I checked it in 3 ways.": 42, "The answer is 5? No, the answer is 7, not 5.": 7, "The answer is not 5. It must be 6.": 6, "ANSWER: 5 of 9": 5,
     "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
-    "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "<answer>5</answer> No: <answer>7</answer>": 7, r"\boxed{5}? No: \boxed{7}": 7, "5 million": 5000000, "2 hundred": 200, "3 thousand": 3000, "1.5 billion": 1500000000, "2 trillion": 2 * 10**12,
+    **{f"The answer is {each}": 15 for each in ("20 - 5 = 15.", "20-5=15", "$20 - $5 = $15", "(30 - 10) - 5 = 15", "20 − 5 eggs = 15 eggs", "30 ÷ 2 = 15", "3 x 5 = 15")},
+    **dict.fromkeys(["#### 18\n\nQuestion: Tom has 5 eggs.\n#### 5", "#### $18.00\nLet me know if you have 2 more."], 18), "#### 1. Add\n#### 2. Sum\nIt is 9": 9,
+    "The answer is 5 - 2, which is 3": None, "The answer is 5 apples\n- 6 pears": 5, "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "<answer>5</answer> No: <answer>7</answer>": 7, r"\boxed{5}? No: \boxed{7}": 7, "5 million": 5000000, "2 hundred": 200, "3 thousand": 3000, "1.5 billion": 1500000000, "2 trillion": 2 * 10**12,
     "It costs 5 (10 before).": 10, "total 5\n* 6 pears": 6, "１２": 12,
     "答案是72": 72, "答案是-72。": -72, "共3人，每人24元，总共72元": 72, "72个": 72, "3千克": 3, "¥3,500万": 35000000, "72개": 72, "72г": 72, "答案：１，２３４": 1234, "７２％": "18/25",
     "\u0663\u066b\u0665": "7/2", "\u0661\u066c\u0662\u0663\u0664": 1234, "\u0667\u0662\u066a": "18/25", "From 192.168.0.1: 7": 7,
@@ -284,7 +286,9 @@ def test_a_validation_is_the_mean_reward_of_the_answers_that_have_one_with_its_e
     ("math_verify", r"\boxed{\frac{1}{2}}", {"answer": 0.5}, 1), ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
     ("contains", "It is Paris.", {"answer": "Paris"}, 1), ("contains", "Rome", {"answer": "Paris"}, 0),
     ("regex", "a1b", {"pattern": r"^a\d"}, 1), ("regex", "ba1", {"pattern": r"^a\d"}, 0), ("regex", "so a1b", {"pattern": r"a\d"}, 1),
-    ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("length", "four", {}, 4)])
+    ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("exact", "true", {"answer": True}, 1), ("exact", "caf\u00e9", {"answer": "cafe\u0301"}, 1),
+    *((name, answer, {"answer": reference}, right) for name in ("math", "math_verify") for answer, reference, right in (
+        ("It is 60%.", "#### 60", 1), (r"\boxed{60\%}", "60", 1), ("0.6", "60%", 1), ("60", "60 percent", 1), ("60%", "60%", 1), ("0.6", "60", 0), ("6000%", "60%", 0))), ("length", "four", {}, 4)])
 def test_built_in_rewards(name, answer, record, expected):
     if name == "math_verify":
         pytest.importorskip("math_verify")
@@ -295,3 +299,10 @@ def test_built_in_rewards(name, answer, record, expected):
 def test_a_reward_that_compares_whole_answers_says_so_where_they_mark_a_number(name, is_said):
     notes = Rewards(f"REWARD={name}", [(name, 1.0)]).check([("1+2?", json.dumps({"answer": "1+2=3\n#### 3"}))], "")
     assert notes == [f"REWARD={name} compares the whole of answers such as '1+2=3\\n#### 3'; REWARD=math compares the number after ####"] * is_said
+
+
+@pytest.mark.parametrize("name, is_said", [("exact", True), ("contains", True), ("math", False)])
+def test_an_answer_that_the_tokenizer_writes_otherwise_is_named(name, is_said):
+    rollouts = SimpleNamespace(rewards=SimpleNamespace(names=(name,), setting=f"REWARD={name}"), tokenizer=SimpleNamespace(encode=str.lower, decode=str))
+    notes = [*Rollouts.unsayable(rollouts, [("", json.dumps({"answer": answer})) for answer in ("rome", "Paris", "Oslo")])]
+    assert ["'Paris'" in note and "'paris'" in note for note in notes] == [True] * is_said
