@@ -35,6 +35,7 @@ class Item(NamedTuple):
     context: str
     endings: list[str]
     label: int
+    is_numbered: bool  # the label is a number, not a letter or a name
     unused: tuple[str, ...] = ()  # fields of the record that are not scored; none for HellaSwag
     about_labels: str = ""  # what is said of the labels of the whole file
     is_question: bool = False  # the record has a question and choices instead of a context and endings
@@ -55,15 +56,20 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
         raise DataError(f"{setting}{path} {unreadable(error, advice())}") from error
     if not items:
         raise DataError(f"{setting}{path} contains no items; {advice()}")
-    if last := next((item for item in items if item.label == len(item.endings)), None):
-        if not all(item.label for item in items):
+    about, numbered = "", [item for item in items if item.is_numbered]
+    has_zero, is_mixed = not all(item.label for item in numbered), 0 < len(numbered) < len(items)
+    if last := next((item for item in numbered if item.label == len(item.endings)), None):
+        if has_zero:
             raise DataError(f"{last.where}: its label is {last.label}, but it must be 0 to {last.label - 1}, "
                             "since the file has labels that are 0; correct it")
-        items = [item._replace(label=item.label - 1, about_labels=FROM_ONE) for item in items]
-    elif all(item.label for item in items) and (
-            math.prod(1 - 1 / len(item.endings) for item in items) < UNLIKELY):
-        items = [item._replace(about_labels=NO_FIRST) for item in items]
-    return items
+    if last or (is_mixed and not has_zero):
+        about = FROM_ONE
+        items = [item._replace(label=item.label - item.is_numbered) for item in items]
+    elif numbered and not has_zero and (
+            math.prod(1 - 1 / len(item.endings) for item in numbered) < UNLIKELY):
+        about = NO_FIRST
+    about += " (others are letters)" * bool(is_mixed and about)
+    return [item._replace(about_labels=about) for item in items]
 
 
 def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True) -> Item:
@@ -138,7 +144,8 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
         endings = [*map(clean, endings)]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    return Item(where, context, endings, labels[name], unused, is_question=is_question)
+    is_numbered = names is None and name.isdecimal()
+    return Item(where, context, endings, labels[name], is_numbered, unused, is_question=is_question)
 
 
 def clean(text: str) -> str:

@@ -174,7 +174,8 @@ def test_files_are_read_in_the_formats_and_with_the_labels_that_people_have(tmp_
 
     for name in ("x.jsonl", "x.json", "x.parquet", "x.csv"):
         for labels, expected in ((("3", "1", "2", "0"), [3, 1, 2, 0]), ("DBCA", [3, 1, 2, 0]), ("dbca", [3, 1, 2, 0]),
-                                 ((4, 2, 3, 1), [3, 1, 2, 0]), ((3, 1, 2, 1), [3, 1, 2, 1])):
+                                 ((4, 2, 3, 1), [3, 1, 2, 0]), ((3, 1, 2, 1), [3, 1, 2, 1]),
+                                 (("D", "2", "C", "1"), [3, 1, 2, 0]), (("4", "B", "C", "B"), [3, 1, 2, 1]), (("D", "2", "C", "0"), [3, 2, 2, 0])):
             assert [item.label for item in written(labels, name)] == expected, (name, labels)
     written((4, 2, 3, 1), "x.jsonl")
     path = str(tmp_path / "x.jsonl")
