@@ -311,8 +311,7 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
     for length in np.flatnonzero(counts)[::-1].tolist():
         items = int(counts[length])
         while items:
-            fullest = bisect_left(free_sizes, length)
-            if fullest == len(free_sizes):
+            if (fullest := bisect_left(free_sizes, length)) == len(free_sizes):
                 bins = -(-items // (capacity // length))
                 add_range(capacity, opened, bins)
                 opened += bins

@@ -98,8 +98,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     context_ids, *endings = (encode_rendered(tokenizer, text)[0] for text in (
         item.context.rstrip(), *(f"{item.context} {ending}" for ending in different)))
     endings = [ids[len(context_ids):] for ids in endings]
-    longest = max(map(len, endings))
-    if longest > max_seq_len:
+    if (longest := max(map(len, endings))) > max_seq_len:
         raise DataError(f"{item.where}: an ending of {longest} tokens does not fit into "
                         f"MAX_SEQ_LEN={max_seq_len}; raise it, or remove the item")
     if not all(endings):

@@ -325,8 +325,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def choose_masks(model: nn.Module, seed: int, step: int, first_row: int, rows: int) -> None:
     """Choose the masks of a model's next forward, whose first row has the number `first_row` in the step."""
-    modules = [each for each in model.modules() if isinstance(each, Dropout) and each.rate]
-    if modules:
+    if modules := [each for each in model.modules() if isinstance(each, Dropout) and each.rate]:
         keys_BN = torch.from_numpy(np.stack(
             [np.random.SeedSequence((seed, step, row)).generate_state(len(modules))
              for row in range(first_row, first_row + rows)]).view(np.int32))

@@ -61,7 +61,8 @@ KNOWN_NAMES = {
     "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>",
                   "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
 }
-CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
+ADDED = "added_tokens.json"
+CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json", ADDED]
 GENERATION_FILES = ["config.json", "generation_config.json"]
 SUPPRESSED = "suppress_tokens"  # ids that are never sampled
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -282,18 +283,23 @@ class HuggingFaceTokenizer(BaseTokenizer):
         for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
                 more = read_object(file.parent / other, setting)  # in transformers' order
+                more = {ADDED: more} if other == ADDED else more
                 config = {**more, **config} if "added_tokens_decoder" in config else {**config, **more}
         self.generation, model = read_generation(file.parent), self._document.get("model")
         self.dropout = isinstance(model, dict) and model.get("dropout")
         if self.dropout:  # ids would be random
             model["dropout"] = None
-        self.added_tokens = added_tokens(self._document, config, self.generation, control)
+        needed, special = named_tokens(config)
+        self.added_tokens = added_tokens(self._document, special.union(control), self.generation)
         if self.added_tokens:
             self._document["added_tokens"] = self.added_tokens
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{setting}: {file} cannot be read: {error}; get a new copy") from error
+        if lost := [name for name in sorted(needed) if self._tokenizer.token_to_id(name) is None]:
+            raise DataError(f"{setting}: {file} lacks {lost[0]!r}, which a file beside it adds; write it "
+                            "anew with AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a literal <|eot_id|> in text stays text
@@ -469,17 +475,23 @@ def read_generation(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in GENERATION_IDS or value != -1}
 
 
-def added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], generation: Mapping[str, Any],
-                 control: Collection[str]) -> list[dict]:
-    """Return a tokenizer.json's added tokens, special also if another file says so, as in transformers."""
+def named_tokens(config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the tokens that transformers adds to a tokenizer.json, and those that it makes special."""
     more = [config.get(name) or [] for name in ("additional_special_tokens", "extra_special_tokens")]
-    mentioned = [value for key, value in config.items() if key.endswith("_token")]
-    mentioned += [token for each in more for token in (each.values() if isinstance(each, dict) else each)]
-    mentioned += [token for token in (config.get("added_tokens_decoder") or {}).values()
-              if isinstance(token, dict) and token.get("special")]
-    texts = [token.get("content") if isinstance(token, dict) else token for token in mentioned]
-    names, ends = {*control, *filter(None, texts)}, generation.get("eos_token_id", ())
-    stored = document.get("added_tokens") or []
+    more = [token for each in more for token in (each.values() if isinstance(each, dict) else each)]
+    added = [*(config.get("added_tokens_decoder") or {}).values()]
+    roles = [value for key, value in config.items() if key.endswith("_token")]
+    special = [*roles, *more, *(each for each in added if isinstance(each, dict) and each.get("special"))]
+    needed, special = (
+        {each.get("content") if isinstance(each, dict) else each for each in tokens} - {None, ""}
+        for tokens in ([config.get("eos_token"), *more, *added], special))
+    return needed.union(config.get(ADDED, ())), special
+
+
+def added_tokens(document: Mapping[str, Any], names: Collection[str], generation: Mapping[str, Any]
+                 ) -> list[dict]:
+    """Return a tokenizer.json's added tokens, of which those with these names are special, too."""
+    ends, stored = generation.get("eos_token_id", ()), document.get("added_tokens") or []
     if not all(isinstance(token, dict) and {"id", "content", "special"} <= token.keys() for token in stored):
         return []  # the library names what is wrong
     tokens = [{**token, "special": token["special"] or token["content"] in names or token["id"] in ends}
@@ -566,8 +578,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(f"TOKENIZER_PATH={path}: the ranks of its {len(ranks)} tokens should be 0 to "
                         f"{len(ranks) - 1}, each once; a line is missing or changed")
-    absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if absent:
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise DataError(f"TOKENIZER_PATH={path}: has no token for {len(absent)} of the 256 bytes (the first "
                         f"is {absent[0]}), so it cannot encode some texts; a line is missing or changed")
     return ranks

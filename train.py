@@ -80,8 +80,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
             code = train(planned, argv)
     except Exception as error:
         stop_watchdog()
-        report = classify_exception(error)
-        if report is None:  # a bug in Paddock
+        if (report := classify_exception(error)) is None:  # a bug in Paddock
             sentence = text.printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             process.write_error_file(1, sentence, traceback.format_exc())
             raise

@@ -101,8 +101,7 @@ def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
 
     try:
         with open(path, "rb", opener=plain) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["size"]:
+            if (size := os.fstat(file.fileno()).st_size) != expected["size"]:
                 return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}"
             if not (tree := expected.get("tree")):
                 intact = sha256(file, advance) == expected["sha256"]

@@ -69,8 +69,7 @@ class StoredTensor(NamedTuple):
             file.seek(self.offset)
             left = self.nbytes
             while left:
-                block = file.read(min(1 << 20, left))
-                if not block:
+                if not (block := file.read(min(1 << 20, left))):
                     raise CheckpointError(f"{self.path} is shorter than its header says; download it again")
                 left -= len(block)
                 tick()

@@ -216,8 +216,7 @@ def choose_start(draft: Draft, known: Known) -> None:
 
 def keep_record(draft: Draft) -> None:
     """Leave out what a continued run's record overrides, and add what it keeps."""
-    start = draft.start
-    if start.kind != "continue":
+    if (start := draft.start).kind != "continue":
         return
     used = {name: pair for name, pair in draft.given.items() if applies(name, draft.asked, start)}
     record = start.state["settings"]

@@ -206,8 +206,7 @@ def find_first(asked: Asked, known: Known, warn: store.Warn) -> Start:
             raise SettingsError(f"{asked.setting.upper()}={asked.named} names this run, which has no "
                                 "checkpoint to start from; set it to the model to fine-tune")
         return Start()
-    folder = locate(asked, known, warn)
-    if folder is None:
+    if (folder := locate(asked, known, warn)) is None:
         return Start("from", None, False, named, asked.setting, download=named)
     if config.resume == "never" and is_inside(folder, run_dir):
         raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "

@@ -249,8 +249,7 @@ def adapters_of_start(start: Start, config: Config, run_dir: Path) -> Identity:
     if start.kind == "from":
         folder = Path(start.folder) if start.has_adapters else None
         return {"folder": str(folder), "sha256": adapters_sha256(folder)} if folder else {}
-    wanted = start.state["identity"].get("REFERENCE_ADAPTERS")
-    if wanted is None:
+    if (wanted := start.state["identity"].get("REFERENCE_ADAPTERS")) is None:
         return {}
     names = [start.state["progress"].get("begun_from"), *(getattr(config, each) for each in START_FROM)]
     for name in filter(None, names):

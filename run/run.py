@@ -349,8 +349,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
         return None if run.run_folder.is_lost else str(store.retrying(
             lambda: store.start_writing(checkpoint, files, size), run.log.warn))
 
-    temporary = ranks.on_rank0(begin)
-    if temporary is None:
+    if (temporary := ranks.on_rank0(begin)) is None:
         save_in_new_folder(run)
     manifest = {name: state["progress"][name] for name in ("step", "val_loss", "val_items")}
     manifest["world_size"] = ranks.world_size

@@ -102,8 +102,7 @@ class RankShard:
     @collective
     def allocate(self, tensors: Mapping[str, LazyTensor]) -> bool:
         """Allocate memory for copies; if there is too little, warn once and return False. Rank 0 decides."""
-        new = {name: tensor for name, tensor in tensors.items() if name not in self.kept}
-        if not new:
+        if not (new := {name: tensor for name, tensor in tensors.items() if name not in self.kept}):
             return True
         pinned, sizes = self.ranks.device.type == "cuda", [tensor.nbytes for tensor in new.values()]
         # The parts of a tensor are about equal.

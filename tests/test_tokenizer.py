@@ -267,6 +267,24 @@ def test_foreign_tokenizer_without_a_bos(folder, native, tmp_path):
     assert len(loaded) == RANKS + 1 and loaded(SENTENCES[0])["input_ids"] == native.encode(SENTENCES[0])
 
 
+@pytest.mark.parametrize("name, content", [
+    ("tokenizer_config.json", {"additional_special_tokens": ["<|more|>"]}), ("tokenizer_config.json", {"extra_special_tokens": ["<|more|>"]}),
+    ("tokenizer_config.json", {"eos_token": "<|more|>"}), ("added_tokens.json", {"<|more|>": RANKS + 256}),
+    *(("tokenizer_config.json", {"added_tokens_decoder": {str(RANKS + 256): {"content": "<|more|>", "special": special}}}) for special in (True, False))])
+def test_a_token_that_only_a_file_beside_it_adds_is_refused_until_transformers_has_written_it(name, content, hf_tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    hf_tokenizer.save_huggingface(tmp_path)
+    (tmp_path / "special_tokens_map.json").unlink()  # which would be right
+    config = json.loads(path.read_text()) if (path := tmp_path / name).exists() else {}
+    path.write_text(json.dumps(config | content))
+    with pytest.raises(DataError, match=r"tokenizer.json lacks '<\|more\|>', which a file beside it adds; .*save_pretrained"):
+        load_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "new")
+    again = load_tokenizer(str(tmp_path / "new"))
+    assert again.vocab_size == len(theirs) == RANKS + 257 and again.added_tokens[-1]["id"] == theirs.convert_tokens_to_ids("<|more|>") == RANKS + 256
+
+
 def test_a_tokenizer_of_characters_is_the_sorted_set_of_the_text(tmp_path):
     """Ids as nanoGPT's prepare.py for Shakespeare gives them; transformers reads the file."""
     text = "Grüße an alle!\n\t<|endoftext|> Ä"
