@@ -5,14 +5,16 @@
 
 torch's host code for CUDA runs for real: allocator, autograd, compiler, streams. Kernels compute nothing. So
 it shows crashes, waits, recompilations, launches and memory, but neither values nor speed. The exit code is 1
-if a run fails, waits too often, compiles again after its second step, reserves ever more memory or launches
-more kernels and matrix products in a step than launches.json says for its torch, or if the forecast is off by
-more than 2 %. RESULTS/launches.json has this run's numbers; cards.py tries the models that docs/gpu.md names.
+if a run fails, waits too often, compiles again after its second step, reserves ever more memory, or if the
+forecast is off by more than 2 %; also if a step launches more kernels and matrix products, or if its compiled
+kernels read and write more bytes, than counts.json says for this torch. RESULTS/counts.json has the numbers
+of this run; cards.py tries the models that docs/gpu.md names. The host's time is no speed, and not compared.
 """
 
 import importlib.metadata
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
+from scripts.dev.benchmark import MODELS  # noqa: E402
 from scripts.gpu import parts  # noqa: E402
+from scripts.gpu.null import cards  # noqa: E402
 from scripts.gpu.parts import DISTILLATION, DPO, STAGES, WARN_OF_WAITS, Task, flags_of  # noqa: E402
 
 STEPS, PER_CENT, MIB = 6, 2, 2**20
@@ -37,6 +41,11 @@ GRPO = {"base": "instruct_checkpoint", "training_stage": "grpo", "reward": "leng
         "micro_batch_size": 4, "grpo_max_tokens": 16}
 FULL = {"sharding": "full"}
 TWO = {"ranks": 2, "log_every": 2}  # in a step that is logged, ranks also exchange their times
+# SFT of the benchmark's models: nearly all tokens are targets.
+FULL_SIZE = {name: {"vocab": each.vocab, "training_stage": "sft", "random_init": "true",
+                    "max_seq_len": each.seq_len, "micro_batch_size": each.rows,
+                    "total_batch_size": each.rows * each.seq_len, **each.shape}
+             for name, each in MODELS.items() if name in ("174m", "1b")}
 CASES: dict[str, dict[str, Any]] = {
     "stage-pretrain": {"save_every": STEPS, "micro_batch_size": 32},
     "eager": {"compile": "false"}, "fp32": {"precision": "fp32"}, "fp16": {"precision": "fp16"},
@@ -48,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reproducible": {"reproducible": "true"}, "reproducible, sharded": FULL | {"reproducible": "true"},
     "sharded": FULL, "sharded, recomputed": FULL | {"activation_checkpointing": "block"},
     "sharded, on the host": FULL | {"cpu_offload": "true"},
+    **FULL_SIZE,
     "SFT": STAGES["stage-sft"], "SFT, adapters": STAGES["stage-sft"] | LORA | {"lora_dropout": 0.1},
     "SFT, nf4 base": STAGES["stage-sft"] | LORA | {"lora_base_quantization": "nf4"},
     "SFT, int8 base": STAGES["stage-sft"] | LORA | {"lora_base_quantization": "int8"},
@@ -69,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 # an optimizer on the host for the gradients.
 MOST_WAITS = {"KTO": 2, "GRPO": 70, "GRPO, two updates": 71, "sharded, on the host": 4}
 TORCH = ".".join(importlib.metadata.version("torch").split(".")[:2])
-KNOWN = json.loads(Path(__file__).with_name("launches.json").read_text("utf-8")).get(TORCH, {})
+KNOWN = json.loads(Path(__file__).with_name("counts.json").read_text("utf-8")).get(TORCH, {})
 
 
 class Outcome(NamedTuple):
@@ -80,40 +90,49 @@ class Outcome(NamedTuple):
     recompilations: int  # after the second step
     growth: int  # bytes of reserved memory, from the third step to the last
     peak: int  # allocated bytes
-    launches: int  # the fewest of a step after the second
+    launches: int  # these are the fewest of a step after the second
+    megabytes: int
+    host_ms: float
 
     def faults(self, name: str) -> list[str]:
+        launches, megabytes = [*KNOWN.get(name, ()), float("inf"), float("inf")][:2]
         reasons = {f"exit code {self.code}": self.code != 0,
                    f"{self.waits} waits": self.waits > MOST_WAITS.get(name, 1),
                    f"{self.recompilations} recompilations": self.recompilations > 0,
                    f"{self.growth / MIB:.0f} MiB more reserved": self.growth > LEVEL,
-                   f"{KNOWN.get(name)} launches before": self.launches > KNOWN.get(name, self.launches)}
+                   f"{launches} launches before": self.launches > launches,
+                   f"{megabytes} MB before": self.megabytes > 1.01 * megabytes}  # rows differ in documents
         return [reason for reason, holds in reasons.items() if holds]
 
 
 def outcome_of(code: int, output: str) -> Outcome:
-    steps = output.split("NULL peak ")[1:]  # each begins at the end of a train_step
-    sizes = [tuple(map(int, re.findall(r"\d+", step.split("\n")[0]))) for step in steps]
-    waits = [step.count("called a synchronizing") for step in steps[2:-1]]
-    later = sum(step.count("Recompiling function") for step in steps[2:])
+    texts = output.split("NULL peak ")[1:]  # each begins at the end of a train_step
+    sizes = [tuple(map(int, re.findall(r"\d+", text.split("\n")[0]))) for text in texts]
+    waits = [text.count("called a synchronizing") for text in texts[2:-1]]
+    later = sum(text.count("Recompiling function") for text in texts[2:])
     growth = sizes[-1][1] - sizes[2][1] if len(sizes) > 2 else 0
     peak = max((peak for peak, *_ in sizes), default=0)
-    launches = min((after[2] - before[2] for before, after in pairwise(sizes[1:])), default=0)
-    return Outcome(code, min(waits, default=float("inf")), later, growth, peak, launches)
+    steps = [[new - old for old, new in zip(*both)] for both in pairwise(sizes[1:])]
+    _, _, launches, taken, us = map(min, zip(*steps)) if steps else [0] * 5
+    return Outcome(code, min(waits, default=float("inf")), later, growth, peak, launches,
+                   round(taken / 1e6), us / 1000)
 
 
 def train(task: Task, name: str, settings: Mapping[str, Any]) -> Outcome:
     settings = {"max_steps": STEPS, "validate_every": 0, "total_batch_size": 16_384, **settings}
     preset, base = settings.pop("preset", "sample"), settings.pop("base", "")
-    ranks = settings.pop("ranks", 1)
-    data = task.folder / "sample"
+    ranks, data, env = settings.pop("ranks", 1), task.folder / "sample", {}
+    if vocab := settings.pop("vocab", 0):
+        settings |= {"sft_data_path": cards.prepared(task.folder, vocab),
+                     "tokenizer_path": task.folder / f"tokenizer-{vocab}"}
+        preset, env = "", {"NULL_STEPS": str(STEPS), "NULL_HOLDS": "0"}
     if settings.get("preference_objective") == "kto":
         settings["dpo_data_path"] = data / "unpaired"
     if settings.get("training_stage") == "grpo":
         settings["grpo_data_path"] = data / "prompts"
     if base:
         settings[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
-    env = {"TORCH_LOGS": "recompiles", "NULL_CC": str(settings.pop("capability", 90))}
+    env |= {"TORCH_LOGS": "recompiles", "NULL_CC": str(settings.pop("capability", 90))}
     flags = flags_of(task, re.sub(r"\W+", "-", name), preset, **settings)
     run = partial(parts.train_on, task, ranks, devices=ranks) if ranks > 1 else task.train
     return outcome_of(*run(*flags, prelude=WARN_OF_WAITS, env=env | {"NULL_DEVICES": str(ranks)}))
@@ -140,20 +159,22 @@ def main() -> None:
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     task = Task("null", "cuda", False, folder, 3600, folder / "figures.jsonl")
+    shutil.rmtree(task.runs, ignore_errors=True)  # or they would go on
     if not (folder / "sample" / "unpaired").exists():
         parts.sample(task)
-    lines, faults = ["| run | waits a step | launches | peak GiB | |", "|---|---|---|---|---|"], []
-    launches: dict[str, int] = {}
+    lines, faults = ["| run | waits a step | launches | kernels' MB | host ms | peak GiB | |",
+                     "|---|---|---|---|---|---|---|"], []
+    counts: dict[str, tuple[int, int]] = {}
     for number, (name, settings) in enumerate(CASES.items()):
         if number == 0 or options.only in name:
             outcome = train(task, name, settings)
             found = outcome.faults(name)
             faults += [f"{name}: {reason}" for reason in found]
-            launches[name] = outcome.launches
-            lines.append(f"| {name} | {outcome.waits} | {outcome.launches} | {outcome.peak / 2**30:.2f} | "
-                         f"{', '.join(found) or 'ok'} |")
+            counts[name] = outcome.launches, outcome.megabytes
+            lines.append(f"| {name} | {outcome.waits} | {outcome.launches} | {outcome.megabytes:,} | "
+                         f"{outcome.host_ms:.0f} | {outcome.peak / 2**30:.2f} | {', '.join(found) or 'ok'} |")
             (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            (folder / "launches.json").write_text(json.dumps({TORCH: launches}, indent=1), encoding="utf-8")
+            (folder / "counts.json").write_text(json.dumps({TORCH: counts}, indent=1), encoding="utf-8")
     if options.only in "forecasts":
         lines += ["", "| layout | forecast GiB | peak GiB | off by |", "|---|---|---|---|"]
         for layout, (forecast, peak) in forecasts(task).items():

@@ -7,11 +7,13 @@ functions of a module after the module's import.
 import ctypes
 import os
 import sys
+import time
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 
 TOKEN = 5  # what a model writes
 LAST_STEP = int(os.environ.get("NULL_STEPS", -1))  # a run ends after it
+TAKEN = [0]  # bytes that compiled kernels have read or written
 
 
 def attention(module) -> None:
@@ -63,7 +65,8 @@ def ranks(module) -> None:
             values[first:first + len(names)] = [numbers.get(name, 0.0) for name in names]
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
             launches = ctypes.c_long.in_dll(ctypes.CDLL("libcuda.so.1"), "null_launches").value
-            print(f"NULL peak {peak} reserved {reserved} launches {launches}", flush=True)
+            print(f"NULL peak {peak} reserved {reserved} launches {launches} bytes {TAKEN[0]} "
+                  f"us {time.perf_counter_ns() // 1000}", flush=True)
             if run.progress.step + 1 == LAST_STEP:
                 os._exit(0)  # without a save: the host may have too little memory for the weights
         return values
@@ -78,8 +81,20 @@ def objectives(module) -> None:
         self.cpu().nan_to_num(1.0) if self.is_cuda and self.is_floating_point() else self)
 
 
+def compiled_kernels(module) -> None:
+    """Add up the bytes of the tensors that compiled kernels take: of most, each is read or written once."""
+    start = module.CachingAutotuner.run
+
+    def run(self, *arguments, **others):
+        TAKEN[0] += sum(getattr(each, "nbytes", 0) for each in arguments)
+        return start(self, *arguments, **others)
+
+    module.CachingAutotuner.run = run
+
+
 CHANGES = {"learn.objectives": objectives, "model_kernels.attention": attention, "model_utils": model_utils,
-           "extensions.inference.engine": engine, "parallel.ranks": ranks}
+           "extensions.inference.engine": engine, "parallel.ranks": ranks,
+           "torch._inductor.runtime.triton_heuristics": compiled_kernels}
 
 
 class Changed(MetaPathFinder):
