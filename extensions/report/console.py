@@ -44,6 +44,7 @@ COLUMNS = {"train_loss": ("loss", 3, 6), "reward": ("reward", 3, 6), "reward_acc
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
          "Accuracy (per length)": "per length"}
 COMPARED, SCANNED = 32, 1 << 26  # tokens: of the start of a document, and of a source, to compare documents
+AT_ONCE = 256  # examples
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -183,12 +184,14 @@ def user_header(chat_format: ChatFormat) -> list[int]:
 def requests(rows: Rows, header: list[int]) -> Iterator[bytes]:
     """Yield the tokens of each example before its first target, without its system message."""
     for examples in (source.example_set for source in rows.sources if source and source.example_set):
-        first = np.array(header, examples.tokens.shards[0].ids_dtype).tobytes()
-        for number in np.flatnonzero(examples.first_targets).tolist():
+        begins = np.array(header, examples.tokens.shards[0].ids_dtype).tobytes()
+        spans = [*zip(examples.starts.tolist(), examples.first_targets.tolist())]
+        for block in (spans[first:first + AT_ONCE] for first in range(0, len(spans), AT_ONCE)):
             tick()
-            start, count = examples.starts[number], examples.first_targets[number]
-            opening = examples.tokens.read(int(start), int(count)).tobytes()
-            yield opening[max(0, opening.find(first)):]
+            origin, end = block[0][0], sum(block[-1])
+            ids = examples.tokens.read(origin, end - origin)
+            for opening in (ids[start - origin:][:count].tobytes() for start, count in block if count):
+                yield opening[max(0, opening.find(begins)):]
 
 
 def times_read(config: Config, rows: Rows) -> str:
