@@ -447,8 +447,7 @@ class Config(*reversed(SECTIONS)):
         """Replace `default` by its names, and sort the names by its order; others follow."""
         default = cls.model_fields["extensions"].default
         listed = [name.strip() for name in re.sub(r"\bdefault\b", default, names).split(",") if name.strip()]
-        known = [name for name in default.split(",") if name in listed]
-        return ",".join(dict.fromkeys([*known, *listed]))
+        return ",".join(dict.fromkeys([*filter(listed.__contains__, default.split(",")), *listed]))
 
     @property
     def needed_extensions(self) -> dict[str, str]:
@@ -584,7 +583,7 @@ def shape_rules(c: Config) -> Iterator[str]:
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
     if c.train_only and not {*c.train_only.split(",")} <= {str(layer) for layer in range(c.n_layers)}:
-        yield (f"TRAIN_ONLY={c.train_only} must be layers from 0 to {c.n_layers - 1}, such as 0,1")
+        yield (f"TRAIN_ONLY={c.train_only} must be layers from 0 to {c.n_layers - 1}, separated by commas")
     if c.n_heads % c.n_kv_heads:
         divisors = [str(n) for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
         yield f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; try one of {', '.join(divisors)}"
@@ -597,7 +596,7 @@ def shape_rules(c: Config) -> Iterator[str]:
             yield f"{setting} needs MODEL_TYPE={known}, but it is {c.model_type}; set that, or remove it"
     if c.rope_high_freq_factor <= c.rope_low_freq_factor:
         yield (f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed "
-               f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
+               f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}; raise it")
 
 
 def batch_rules(c: Config) -> Iterator[str]:
@@ -620,7 +619,7 @@ def batch_rules(c: Config) -> Iterator[str]:
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
     if (c.min_learning_rate or 0) > c.learning_rate:
-        yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
+        yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}; lower it"
     try:
         is_valid = all(pattern and 0 < factor < math.inf for pattern, factor in c.rate_factors)
     except ValueError:

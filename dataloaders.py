@@ -371,7 +371,8 @@ class ExampleRows(SourceRows):
         used = np.flatnonzero(needed <= max_seq_len)
         if not len(used):
             raise DataError(f"{example_set.path}: none of the {len(needed):,} {kind} keeps a target in a "
-                            f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.min():,} or more")
+                            f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.max():,} to keep "
+                            f"all, and to at least {needed.min():,}")
         slots = (cut_ED - 1).sum(axis=1)
         self.row_tokens = row_tokens = max(max_seq_len, int(slots[used].max()))
         if row_tokens > max_seq_len:  # the rows depend on these, too
@@ -383,15 +384,14 @@ class ExampleRows(SourceRows):
         self.tokens = int(slots[used].sum())
         self.truncated = int((cut_ED < lengths_ED).any(axis=1)[used].sum())
         self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
-        self.content = f"{self.examples:,} {example_set.content}"
+        self.content = counted(self.examples, example_set.content[:-1])
 
     def __len__(self) -> int:
         return len(self._bins)
 
     def describe(self) -> str:
         rows = counted(len(self), "row") + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
-        examples = counted(self.examples, self.example_set.content[:-1])
-        packed = f"{examples} in {rows}, {percent(self.fill)} full"
+        packed = f"{self.content} in {rows}, {percent(self.fill)} full"
         truncated = f", {self.truncated:,} cut to MAX_SEQ_LEN={self.most - 1}" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return packed + truncated + left_out
@@ -560,12 +560,13 @@ def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: st
 
 def check_rows(config: Config, path: str | Path, split: str, rows: int, content: str) -> None:
     """Raise DataError if there are fewer rows than a step reads, or none for validation."""
-    needed, reader, lower = config.rows_read, "a step", "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
-    if split == "validation":
-        needed, reader, lower = 1, "validation", "MAX_SEQ_LEN"
-    elif most := rows * config.answers_per_prompt // (config.micro_batch_size * config.world_size):
-        most *= config.micro_batch_size * config.world_size * config.max_seq_len
-        lower = f"TOTAL_BATCH_SIZE to {most} or less"
+    needed, reader, lower = 1, "validation", "MAX_SEQ_LEN"
+    if split == "train":
+        needed, reader = config.rows_read, "a step"
+        lower = "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE" if rows else lower
+        if most := rows * config.answers_per_prompt // (config.micro_batch_size * config.world_size):
+            most *= config.micro_batch_size * config.world_size * config.max_seq_len
+            lower = f"TOTAL_BATCH_SIZE to {most} or less"
     if rows < needed:
         raise DataError(f"{path}: {content} {counted(rows, 'row')} of MAX_SEQ_LEN={config.max_seq_len} "
                         f"tokens, but {reader} reads {needed:,}; prepare more, or lower {lower}")

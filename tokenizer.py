@@ -296,7 +296,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{setting}: {file} cannot be read: {error}; get a new copy") from error
+            raise DataError(f"{setting}: {file} is no valid tokenizer: {error}; name another") from error
         if lost := [name for name in sorted(needed) if self._tokenizer.token_to_id(name) is None]:
             raise DataError(f"{setting}: {file} lacks {lost[0]!r}, which a file beside it adds; write it "
                             "anew with AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)")
@@ -483,8 +483,8 @@ def named_tokens(config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     roles = [value for key, value in config.items() if key.endswith("_token")]
     special = [*roles, *more, *(each for each in added if isinstance(each, dict) and each.get("special"))]
     needed, special = (
-        {each.get("content") if isinstance(each, dict) else each for each in tokens} - {None, ""}
-        for tokens in ([config.get("eos_token"), *more, *added], special))
+        {text for each in tokens if (text := each.get("content") if isinstance(each, dict) else each)
+         and isinstance(text, str)} for tokens in ([config.get("eos_token"), *more, *added], special))
     return needed.union(config.get(ADDED, ())), special
 
 
@@ -526,13 +526,14 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         file = next((file / name for name in names if os.path.isfile(file / name)), file / names[0])
     # Open the file, or explain why that is impossible.
     if not os.path.isfile(file):
-        is_folder = os.path.isdir(file)
-        problem = "is a folder without a tokenizer.json" if is_folder else f"there is no file {file}"
-        advice = ("use a BPE file in tiktoken's format (such as Llama 3's tokenizer.model) or a "
-                  f"tokenizer.json, or train one with {command('scripts/train_tokenizer.py')}")
+        problem = f"there is no file {file};"
+        if os.path.isdir(file):
+            problem = "is a folder without a tokenizer.json; copy the model's own into it, or"
+        advice = ("set it to the folder of the model or its tokenizer.json, or to a BPE file in tiktoken's "
+                  f"format (Llama 3's), or train one with {command('scripts/train_tokenizer.py')}")
         if file.is_relative_to(SAMPLE):
             advice = f"make the embedded sample with {command('scripts/make_sample.py', '--folder', SAMPLE)}"
-        raise DataError(f"TOKENIZER_PATH={path}: {problem}; {advice}")
+        raise DataError(f"TOKENIZER_PATH={path}: {problem} {advice}")
     try:
         refuse_sentencepiece(file, path)
         if backend == "huggingface":

@@ -82,6 +82,9 @@ def parse_item(record: Mapping[str, Any], where: str, is_hellaswag: bool = True)
 
     def text(key: str, default: Any = None) -> str:
         value = record.get(key, default)
+        if value is None and key not in record:
+            other = "; name sets other than HellaSwag in EVAL_TASKS" if is_hellaswag else ""
+            raise DataError(f"{where}: has no {key!r}; it has {columns_of(record)}{other}")
         if flaw := flaw_of(value):
             raise invalid(f"{key!r} {flaw}")
         return value

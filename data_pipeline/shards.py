@@ -36,8 +36,9 @@ from common.activity import tick
 from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
 from common.text import command, counted, percent, print_safely
-from config import KINDS
+from config import KINDS, SAMPLE
 from data_pipeline.remote_data import say_once
+from data_pipeline.source_files import format_of
 
 MANIFEST = "manifest.json"
 MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
@@ -426,9 +427,11 @@ def check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerInfo, k
         raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
                         f"with {command(script)}")
     if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
-        raise DataError(f"{folder}: was made with another tokenizer "
-                        f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
-                        "TOKENIZER_PATH to it, or prepare the data again")
+        remedy = "set TOKENIZER_PATH to it, or prepare the data again"
+        if SAMPLE in str(folder):
+            remedy = f"this is the sample; set {KINDS[kind][0]} to your own data, or remove TOKENIZER_PATH"
+        raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
+                        f"{tokenizer.sha256[:12]}); {remedy}")
     if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
         raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
                         f"tokenizer starts a document with {begins}; prepare the data again")
@@ -525,7 +528,7 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
     if not exists and not remote.is_hub_name(str(path)):
         return DataError(f"{path}: no such file or folder; check {setting}, or prepare data with "
                          f"{command(script)}")
-    if path.is_file() and path.suffix in ("", ".bin", ".npy"):
+    if path.is_file() and format_of(path.name)[0] is None:
         with open(path, "rb") as file:
             suffix = ".parquet" if file.read(len(PARQUET)) == PARQUET else ".txt or .jsonl"
         return DataError(f"{path}: {problem}; call it {suffix}, and prepare that with {command(script)}")

@@ -256,8 +256,7 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
         k_BSKH = k_BSKH.contiguous()
     if spans is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
-        attended = VARLEN[kernel](*flat, spans.cu_seqlens, spans.longest.shape[0], spans.window)
-        return attended.view_as(q_BTNH)
+        return VARLEN[kernel](*flat, spans.cu_seqlens, spans.longest.shape[0], spans.window).view_as(q_BTNH)
     queries, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
     if group > 1 and not KERNELS[kernel].grouped:
         k_BSKH, v_BSKH = (heads.repeat_interleave(group, dim=2) for heads in (k_BSKH, v_BSKH))

@@ -241,8 +241,7 @@ def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tenso
     """
     tensors = [*tensors]
     norms = [*norms] or [*torch._foreach_norm([*map(local_rows, tensors)], 2, torch.float32)]
-    mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
-    if mesh is None:
+    if (mesh := next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)) is None:
         return torch.linalg.vector_norm(torch.stack(norms))
     # Building a tensor from a Python list would make the host wait for the device.
     divided = [index for index, tensor in enumerate(tensors) if is_divided(tensor)]

@@ -154,7 +154,7 @@ def read_config_file(path: Path) -> Layer:
         content = yaml_content(merge(yaml.compose(text, yaml.SafeLoader))) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
-        return Layer(problems=[f"{path}: cannot be read: {error.strerror or error}"])
+        return Layer(problems=[f"{path}: cannot be read, as --config asks: {error.strerror or error}"])
     except yaml.MarkedYAMLError as error:
         return Layer(problems=[f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"])
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -181,7 +181,7 @@ def read_config_file(path: Path) -> Layer:
                     advice = names.advice(section + key)
                     layer.refuse(name.upper(), names.unknown(where if line else file, key, "setting", advice))
             else:
-                layer.put(name, value, where)
+                layer.put(name, value, where, f": {key}" * bool(line))
 
     add(content)
     return layer
@@ -199,7 +199,7 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         if not flag.startswith("-"):
             # Do not quote the text after "=": it may be a secret.
             layer.problems.append(f"command line: {names.shortened(flag + has_value)} has no name; write "
-                                  "--name value, such as --pretrain-data-path book.txt")
+                                  "--name before it, such as --config FILE.yaml or --run-name RUN")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")

@@ -577,9 +577,8 @@ def main() -> None:
         os.environ.pop(name, None)  # left by an earlier job
     args, flags = parse_args()
     process.exit_at_signals()
-    # Sharding is checked below, when the number of ranks is known.
-    replicated = [*flags, "--sharding=none", "--cpu-offload=false"]
-    config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1), args)
+    # Whether SHARDING=hybrid fits is checked below, when the number of ranks is known.
+    config = check_settings([*flags, "--shard-degree=1"], args.nnodes * (args.nproc_per_node or 1), args)
     # Silence torch's messages about lost connections and failed ranks: we report the cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.CRITICAL)

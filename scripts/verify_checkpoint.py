@@ -25,7 +25,7 @@ from checkpoint.manifest import CARD, MANIFEST, fault_of, read_manifest_bytes
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.files import plain, read_plain
-from common.text import counted, percent, printable, show
+from common.text import command, counted, percent, printable, show
 
 PROGRESS_SECONDS = 1
 RESUME_FILES = ("optimizer.safetensors", "trainer_state.json")  # needed only to resume
@@ -39,7 +39,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
             folder = find_run(str(folder))
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; pass the path of a checkpoint or a run")
+        raise CheckpointError(f"{folder} is not a folder; pass a checkpoint or a run, such as "
+                              f"{command('scripts/runs.py')} lists")
     if (folder / MANIFEST).exists():
         return [folder]
     checkpoints = sorted(path for inner in (folder, folder / "checkpoints") for path in inner.glob("step-*"))

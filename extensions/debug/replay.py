@@ -25,7 +25,7 @@ from checkpoint.huggingface import is_vocabulary
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, NonFiniteError, SettingsError
 from common.files import read_json
-from common.text import counted, printable, show
+from common.text import command, counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, Rows, SourceRows, load_steps
 from extensions.guards import FirstBad, describe_tensors
@@ -209,6 +209,8 @@ def read_step_log(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[s
     """Return a run's lines of the step log by step; SettingsError if `step` is not among them."""
     path = run_dir / "ledger.jsonl"
     step_log = {entry["step"]: entry for entry in read_entries(path)}
+    if not run_dir.is_dir():
+        raise SettingsError(f"there is no run {run_dir}; {command('scripts/runs.py')} lists the runs")
     if step not in step_log and (step is not None or not step_log):
         recorded = f"has the steps {min(step_log)} to {max(step_log)}" if step_log else "is missing or empty"
         problem = f"step {step}: the run has no such step" if step is not None else f"{run_dir} has no steps"

@@ -138,7 +138,7 @@ JSON = [("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("["
         ('{"max_steps": true}', "expected a number or text"), ('{"max_steps": [1]}', "expected one value, not a list"),
         ('{"learning_rate": NaN}', "finite number")]
 YAML = [("a:\n  max_stesp: 1", "run.yaml:2: unknown setting max_stesp; did you mean MAX_STEPS?"),
-        ("seed: 1\nSEED: 2", "run.yaml:2 is set a second time (first at run.yaml:1); keep one"),
+        ("seed: 1\nSEED: 2", "run.yaml:2: SEED is set a second time (first at run.yaml:1); keep one"),
         ("seed: 1\ndim: wide", "run.yaml:2: DIM=wide: expected a whole number"), ("seed: 1\n  dim: 2", "run.yaml:2: not valid YAML: "),
         ("- seed", "expected an object of settings, such as max_steps: 1000"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
         ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"),

@@ -57,8 +57,8 @@ def another(name: str):
         return not default
     if isinstance(default, (int, float)):
         return default * 0.9 or 0.25 if isinstance(default, float) else default + 1
-    if name == "validation_fraction":
-        return 0.5
+    if name in ("validation_fraction", "allow_resume_mismatch"):
+        return {"validation_fraction": 0.5, "allow_resume_mismatch": "SEED"}[name]
     if name.startswith("grow_"):
         return "1:2"
     return "other" if "str" in str(field.annotation) else 7
@@ -104,6 +104,7 @@ def test_what_is_refused_can_be_allowed_by_name_and_only_so():
         changes(Config(), Config(**now))
     with pytest.raises(CheckpointError, match="DOCUMENT_MASK was true, is false. .*ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
         changes(Config(), Config(**now, allow_resume_mismatch="SEED"))
+    assert changes(Config(), Config(allow_resume_mismatch="sede"))[1] == ["ALLOW_RESUME_MISMATCH names SEDE, which is no setting"]
     (warning,) = changes(Config(), Config(**now, allow_resume_mismatch="seed, DOCUMENT_MASK"))[1]
     assert "DOCUMENT_MASK was true, is false" in warning and "SEED was 1337, is 1" in warning
 

@@ -54,7 +54,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      f"{CHECK} --max-seq-len 64"),
     ("chats", nothing, f"{SFT} --total-batch-size 65536", "lower TOTAL_BATCH_SIZE to ([0-9]+) or less", nothing,
      SFT + " --total-batch-size {0}"),
-    ("pairs", env(VALIDATE_EVERY=0, PAIR_TRUNCATION="drop"), DPO, "set it to ([0-9]+) or more", nothing,
+    ("pairs", env(VALIDATE_EVERY=0, PAIR_TRUNCATION="drop"), DPO, "set it to ([0-9]+) to keep all", nothing,
      DPO + " --max-seq-len {0} --micro-batch-size 1 --total-batch-size {0}"),
     ("held-out", manifest(lambda m: m["splits"].pop("validation")), CHECK, "or VALIDATE_EVERY=0", nothing,
      f"{CHECK} --validate-every 0"),

@@ -307,11 +307,11 @@ TOKENIZERS = group(
     missing=(gone(TOKENIZER), "there is no file"), hub=(env(TOKENIZER_PATH="no/such"), "no/such is not a local file")) + group(
     "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not a JSON object"),
     no_model=(json_of(JSON, lambda d: d.pop("model") and None), "Model missing"),
-    no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "no end-of-sequence token"),
-    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "cannot be read"),
+    no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "lacks '<|end_of_text|>', which a file beside it adds"),
+    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "is no valid tokenizer"),
     config_cut=(cut("model/tokenizer_config.json", 20), "is not a JSON object"),
     eos=(json_of("model/special_tokens_map.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
-    eos_unknown=(json_of("model/special_tokens_map.json", lambda d: d.update(eos_token="<x>")), "no end-of-sequence"),
+    eos_unknown=(json_of("model/special_tokens_map.json", lambda d: d.update(eos_token="<x>")), "lacks '<x>', which a file beside it adds"),
     template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja cannot be read: it is not UTF-8 text"),
     template_number=(all_of(gone("model/chat_template.jinja"), json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))), "chat_template .*is not text"),
     gone=(gone(JSON), "without a tokenizer.json")) + [
