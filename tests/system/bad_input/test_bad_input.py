@@ -133,7 +133,7 @@ def test_all_errors_in_the_settings_are_printed_together_and_once(command, place
     """Also by the launcher, and before torch is imported, which takes seconds."""
     env(MAX_STEPS="five", LERNING_RATE=1, N_HEADS=5, RUN_NAME="../x")()
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
-                           "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True)
+                           "--env-file", str(place / ".env"), "--fsdp", "full_shard", "--chekc"], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     messages = ["6 errors in the settings:", "MAX_STEPS=five: expected a whole number", "did you mean LEARNING_RATE?",
             "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
