@@ -557,7 +557,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, not settings
 
 
 def on_resume(name: str) -> str:
-    """Return "safe", "curve" or "fixed": the effect of changing this setting on resume."""
+    """Return what a change of this setting does on resume: "safe", "curve", "fixed" or "content" (a path)."""
     return Config.model_fields[name].json_schema_extra["on_resume"]
 
 
