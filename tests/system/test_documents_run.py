@@ -23,7 +23,7 @@ ELSEWHERE = re.compile("|".join((
     r"\b(?:NAME|RUN|SWEEP|PATTERN|FOLDER|SOURCE|FILES?|MODEL|ITEMS|DATA|N|K|STEP)\b",  # the reader's own names
     r"paddock (?:demo|pipeline|decide|test|sweep|without|doctor)|scripts/dev|gpu_suite|mutations|pytest|verify_resume|heroes|results\.py",
     r"--preset sample|recipes.py|--prepare-ahead|--figure|theirs|write_docs|golden\.py",
-    r"paddock (?:train|check)$|/grown|data/pretrain|sums|guesses|runs/pipeline|prepare sample")))  # what needs .env, or the output of a command above
+    r"paddock (?:train|check)$|/grown|data/pretrain|sums|guesses|runs/pipeline|prepare sample|first\.txt|characters|--to gguf")))  # what needs .env, the output of a command above, or merges
 TOY = {name: TINY[name] for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MAX_SEQ_LEN", "MICRO_BATCH_SIZE", "MAX_STEPS",
                                     "DEVICE", "PRECISION", "COMPILE")} | UNMEASURED
 BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
