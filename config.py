@@ -447,7 +447,7 @@ class Config(*reversed(SECTIONS)):
         """Replace `default` by its names, and sort the names by its order; others follow."""
         default = cls.model_fields["extensions"].default
         listed = [name.strip() for name in re.sub(r"\bdefault\b", default, names).split(",") if name.strip()]
-        return ",".join(dict.fromkeys([*filter(listed.__contains__, default.split(",")), *listed]))
+        return ",".join(dict.fromkeys([*(name for name in default.split(",") if name in listed), *listed]))
 
     @property
     def needed_extensions(self) -> dict[str, str]:

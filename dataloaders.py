@@ -371,8 +371,8 @@ class ExampleRows(SourceRows):
         used = np.flatnonzero(needed <= max_seq_len)
         if not len(used):
             raise DataError(f"{example_set.path}: none of the {len(needed):,} {kind} keeps a target in a "
-                            f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.max():,} to keep "
-                            f"all, and to at least {needed.min():,}")
+                            f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.max()} to keep all, "
+                            f"or to at least {needed.min()}")
         slots = (cut_ED - 1).sum(axis=1)
         self.row_tokens = row_tokens = max(max_seq_len, int(slots[used].max()))
         if row_tokens > max_seq_len:  # the rows depend on these, too

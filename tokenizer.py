@@ -296,10 +296,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{setting}: {file} is no valid tokenizer: {error}; name another") from error
+            raise DataError(f"{setting}: {file} is not a tokenizer: {error}; name another") from error
         if lost := [name for name in sorted(needed) if self._tokenizer.token_to_id(name) is None]:
-            raise DataError(f"{setting}: {file} lacks {lost[0]!r}, which a file beside it adds; write it "
-                            "anew with AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)")
+            raise DataError(f"{setting}: {file} lacks {lost[0]!r}, which a file beside it adds; save "
+                            "it with transformers' AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a literal <|eot_id|> in text stays text

@@ -428,7 +428,7 @@ def check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerInfo, k
                         f"with {command(script)}")
     if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
         remedy = "set TOKENIZER_PATH to it, or prepare the data again"
-        if SAMPLE in str(folder):
+        if folder.is_relative_to(SAMPLE):
             remedy = f"this is the sample; set {KINDS[kind][0]} to your own data, or remove TOKENIZER_PATH"
         raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
                         f"{tokenizer.sha256[:12]}); {remedy}")

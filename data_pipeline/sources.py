@@ -297,7 +297,7 @@ def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Reco
                 elif len(values) != len(columns):
                     reading.refuse(where, f"has {counted(len(values), 'value')} for {len(columns)} columns; "
                                    f"values with {mark!r} or line ends must be in quotes, without a blank "
-                                   "before these")
+                                   "before the quote")
                 else:
                     yield where, {name: value or None for name, value in zip(columns, values)}
         except csv.Error as error:

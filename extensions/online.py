@@ -218,8 +218,8 @@ class Rollouts:
             for text in texts:
                 said = self.tokenizer.decode(self.tokenizer.encode(text))
                 if final_answer(said) != final_answer(text):
-                    yield (f"{self.rewards.setting} gives no answer to {text!r:.60} its reward, since the "
-                           f"tokenizer writes it as {said!r:.60}; correct the data")
+                    yield (f"{self.rewards.setting} never finds {text!r:.60}, since the tokenizer writes it "
+                           f"as {said!r:.60}; correct the data")
                     return
 
     def example(self, prompts: Batch, row: int) -> tuple[str, str]:

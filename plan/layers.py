@@ -154,7 +154,7 @@ def read_config_file(path: Path) -> Layer:
         content = yaml_content(merge(yaml.compose(text, yaml.SafeLoader))) if is_yaml else json.loads(
             comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
-        return Layer(problems=[f"{path}: cannot be read, as --config asks: {error.strerror or error}"])
+        return Layer(problems=[f"{path}: cannot be read: {error.strerror or error}; check --config"])
     except yaml.MarkedYAMLError as error:
         return Layer(problems=[f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"])
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -121,7 +121,7 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
               "fixed": "different from the checkpoint, as ALLOW_RESUME_MISMATCH permits"}
     texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
     notes = [texts.pop("safe")] if "safe" in texts else []
-    warnings = [*texts.values(), *(f"ALLOW_RESUME_MISMATCH names {name}, which is no setting"
+    warnings = [*texts.values(), *(f"ALLOW_RESUME_MISMATCH names {name}, which is not a setting"
                                    for name in sorted(allowed - now.keys()))]
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]

@@ -104,7 +104,7 @@ def test_what_is_refused_can_be_allowed_by_name_and_only_so():
         changes(Config(), Config(**now))
     with pytest.raises(CheckpointError, match="DOCUMENT_MASK was true, is false. .*ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
         changes(Config(), Config(**now, allow_resume_mismatch="SEED"))
-    assert changes(Config(), Config(allow_resume_mismatch="sede"))[1] == ["ALLOW_RESUME_MISMATCH names SEDE, which is no setting"]
+    assert changes(Config(), Config(allow_resume_mismatch="sede"))[1] == ["ALLOW_RESUME_MISMATCH names SEDE, which is not a setting"]
     (warning,) = changes(Config(), Config(**now, allow_resume_mismatch="seed, DOCUMENT_MASK"))[1]
     assert "DOCUMENT_MASK was true, is false" in warning and "SEED was 1337, is 1" in warning
 

@@ -8,7 +8,8 @@ it shows crashes, waits, recompilations, launches and memory, but neither values
 if a run fails, waits too often, compiles again after its second step, reserves ever more memory, or if the
 forecast is off by more than 2 %; also if a step launches more kernels and matrix products, or if its compiled
 kernels read and write more bytes, than counts.json says for this torch. RESULTS/counts.json has the numbers
-of this run; cards.py tries the models that docs/gpu.md names. The host's time is no speed, and not compared.
+of this run. The host's time is printed only, since it differs between machines. cards.py tries the models
+that docs/gpu.md names.
 """
 
 import importlib.metadata

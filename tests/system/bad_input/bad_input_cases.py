@@ -308,7 +308,7 @@ TOKENIZERS = group(
     "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not a JSON object"),
     no_model=(json_of(JSON, lambda d: d.pop("model") and None), "Model missing"),
     no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "lacks '<|end_of_text|>', which a file beside it adds"),
-    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "is no valid tokenizer"),
+    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "is not a tokenizer: "),
     config_cut=(cut("model/tokenizer_config.json", 20), "is not a JSON object"),
     eos=(json_of("model/special_tokens_map.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
     eos_unknown=(json_of("model/special_tokens_map.json", lambda d: d.update(eos_token="<x>")), "lacks '<x>', which a file beside it adds"),
