@@ -26,7 +26,7 @@ from extensions.report.curves import Curve
 from extensions.report.data import LogFile
 from extensions.report.items import item_scores, trends
 from extensions.report.numbers import number_text
-from learn.optim import Reducer
+from learn.optim import Reducer, learning_rate
 from model_utils import forced_eager
 from parallel import fsdp
 from parallel.ranks import Ranks, collective
@@ -95,8 +95,15 @@ class Guards(Extension):
                 training = Curve()
                 for line in read_entries(run.folder / "ledger.jsonl"):
                     training.add(line["step"], line["loss"])
+                rates = Curve()
+                for line in read_entries(run.folder / "metrics.jsonl"):
+                    rates.add(line["step"], line.get("learning_rate", math.nan))
+                rates.add(run.progress.step, learning_rate(run.progress.updates - 1, run.config))
                 why = "If it keeps rising, the run overfits"
-                if not training.falls_since(best.step):
+                if rates.rises_again_since(best.step):
+                    why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. The loss "
+                           "usually falls below its best as the rate decays. If it does not")
+                elif not training.falls_since(best.step):
                     why = ("The training loss has not fallen since, so LEARNING_RATE="
                            f"{run.config.learning_rate:g} may be too high")
                 run.log.warn(f"the validation loss is above its best, {number_text(rise.a)} at step "

@@ -283,10 +283,12 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     printed = capsys.readouterr()
     warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+), paired over 12 rows\)", " ".join(printed.err.split()))
     assert warnings == [("3.000", "2", "+0.5000")], "of the rise from step 3 on, once; 2.92 is no clear rise"
+    assert "has risen since" not in printed.err
     assert "resume" in printed.out and f"{run.folder}:best" not in printed.out.split("Finished")[-1]
-    with_validation_losses(monkeypatch, {0: 3.3})
-    assert run.train(MAX_STEPS=7) == 0
-    printed = capsys.readouterr().out
+    with_validation_losses(monkeypatch, dict.fromkeys(range(6), 3.3))
+    assert run.train(MAX_STEPS=12) == 0
+    printed, warned = capsys.readouterr()
+    assert "The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised" in " ".join(warned.split()), "not: is too high"
     assert "best 2.900 at step 5" in printed and re.search(r"use it .*run:best", printed) and "resume  " not in printed
     assert store.locate(f"{run.folder}:best", run.folder).name == "step-00000005"
 

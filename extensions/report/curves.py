@@ -147,6 +147,12 @@ class Curve:
         x, y = self.known()
         return not len(y) or bool(np.median(y[-FEW:]) < np.median(y[x <= max(step, x[0])][-FEW:]))
 
+    def rises_again_since(self, step: int) -> bool:
+        """Return whether the newest value is above the one at a step, by which the curve had fallen."""
+        x, y = self.known()
+        until = y[x <= step]
+        return len(until) > 0 and bool(until.max() > until[-1] < y[-1])
+
     def points(self, most: int, first: float = -math.inf, last: float = math.inf) -> Points:
         """Return at most `most` points, of the steps from `first` to `last`.
 
