@@ -412,6 +412,7 @@ def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, rem
     why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     lower = "lower VALIDATION_FRACTION (0 holds nothing out), or " * bool(held_out)
+    lower = "correct the bad ones, or " * bool(skipped["bad"]) + lower
     name, item = without_passwords(source.path) or source.name, "example" if kind else "document"
     return DataError(f"{name}: no {item} is left to train on: {why}{bad}; {lower}"
                      f"{how_to_get_more(kind, [source.path])}")

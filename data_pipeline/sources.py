@@ -270,7 +270,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
 
 def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
     """Yield the rows of a file whose first row names the columns. Values are text; empty ones are null."""
-    before, start, advice = reading.bytes_done, reading.position, reading.advice
+    before, start, advice, line = reading.bytes_done, reading.position, reading.advice, 0
     csv.field_size_limit(MAX_LINE_BYTES)
     with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
         first = text.readline()
@@ -301,8 +301,9 @@ def _read_csv(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Reco
                 else:
                     yield where, {name: value or None for name, value in zip(columns, values)}
         except csv.Error as error:
-            where = f"{file.url}:{rows.line_num}"
-            raise DataError(f"{where}: not valid CSV: {error}; correct the file") from error
+            place = f" in line {rows.line_num}" * (rows.line_num > line + 1)
+            raise DataError(f"{file.url}:{line + 1}: this row is not valid CSV: {error}{place}; "
+                            "correct it") from error
 
 
 def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:

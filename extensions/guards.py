@@ -101,8 +101,8 @@ class Guards(Extension):
                 rates.add(run.progress.step, learning_rate(run.progress.updates - 1, run.config))
                 why = "If it keeps rising, the run overfits"
                 if rates.rises_again_since(best.step):
-                    why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. The loss "
-                           "usually falls below its best as the rate decays. If it does not")
+                    why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. "
+                           "The loss usually falls below its best as the rate decays. If it does not")
                 elif not training.falls_since(best.step):
                     why = ("The training loss has not fallen since, so LEARNING_RATE="
                            f"{run.config.learning_rate:g} may be too high")

@@ -107,7 +107,7 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
     setting = ALIASES.get(form, form)
     if table and "*" not in table or form in HARMLESS:
         sentence = OTHER_WAYS.get(form, f"see {setting.upper()}")
-        return f"{shortened(f'{name}={value}')} does not carry over; {sentence}"
+        return f"{shortened(f'{name}={value}')} does not carry over, so remove it; {sentence}"
     if setting not in Config.model_fields:
         return None
     return {setting: text if isinstance(value, str) and setting == "preset" else standard(setting, value)}

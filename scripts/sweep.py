@@ -55,8 +55,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                              "runs are NAME/SETTING-VALUE...")
     args, flags = parser.parse_known_args()
     args.vary = parse_vary(args.vary)
-    if args.seeds == 1 and not args.vary:
-        raise SettingsError("nothing varies; use --vary NAME=VALUE,VALUE or --seeds above 1")
     args.name = args.name or "-".join(["sweep", *(name for name, _ in args.vary)])
     if not PLAIN_NAME.fullmatch(args.name):
         raise SettingsError(f"--name {args.name} must be a plain folder name: letters, digits, '.', '_', '-'")
@@ -108,6 +106,8 @@ def show_table(trials: Sequence[Trial]) -> None:
 def main() -> None:
     args, flags = parse_args()
     config = make_plan(flags, complete=False).config
+    if args.seeds == 1 and not args.vary:
+        raise SettingsError("nothing varies; use --vary NAME=VALUE,VALUE or --seeds above 1")
     trials = list_trials(args, config, flags)
     prepared = prepared_once(config, flags)
     trials = [Trial(trial.folder, [*trial.flags, *prepared]) for trial in trials]

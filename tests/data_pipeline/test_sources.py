@@ -460,7 +460,8 @@ def test_a_column_counts_as_repeated_above_a_hundred_times_its_size_and_its_rows
 @pytest.mark.parametrize("content, reason", [
     (b"text,id\nfirst,1\na,b,2\nlast,3\n", ":3: has 3 values for 2 columns; values with ',' or line ends must be in quotes"),
     (b"text,id\nfirst,1\nun tres bel \xe9t\xe9,2\nlast,3\n", ":3: has bytes that are not UTF-8; correct the data.* save it as UTF-8, for example with: iconv -f WINDOWS-1252"),
-    (b'text,id\nfirst,1\n"a"b,2\n', ":3: not valid CSV: ',' expected after '\"'; correct the file"),
+    (b'text,id\nfirst,1\n"a"b,2\n', ":3: this row is not valid CSV: ',' expected after '\"'; correct it"),
+    (b'text,id\nfirst,1\n"a,2\nb,3\n"c",4\n', ":3: this row is not valid CSV: ',' expected after '\"' in line 5; correct"),
     (b"text,text\nfirst,1\n", ":1: two columns have one name: .*; rename one")])
 def test_a_bad_row_of_csv_is_named_by_line(tmp_path, content, reason):
     (tmp_path / "x.csv").write_bytes(content)
