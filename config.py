@@ -57,8 +57,8 @@ class RunConfig(Section):
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     extensions: str = safe(
-        "forecast,cpu_kernels,exclude,online,report,card,trackers,reproducible,rounding,guards,evaluate,"
-        "profile",
+        "forecast,cpu_kernels,waiting,exclude,online,report,card,trackers,reproducible,rounding,guards,"
+        "evaluate,profile",
         "modules of extensions/ that the run calls; default,NAME adds NAME to these", separator=",")
     debug: bool = safe(
         False, "report the first module whose output is not finite (slow); alone: --preset debug")

@@ -25,6 +25,7 @@ from data_pipeline.shards import prepared_folder
 from extensions.inference.engine import never_sample
 from extensions.inference.text import LanguageModel
 from extensions.other_trainers import unused_fields
+from extensions.waiting import watch
 from lora import LoRALinear, TrainableTokens, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_kernels.head import HeadWeight
@@ -122,6 +123,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     LORA_BASE_QUANTIZATION. Without device and dtype, `device_and_dtype` chooses them.
     """
     extension_module("cpu_kernels")
+    watch()
     source = base or folder
     model_json.refuse_adapters(source)
     config = adapted_model(folder, base) if base else read_model_config(source)
