@@ -30,7 +30,7 @@ from common.files import FileLock, disk_errors, json_sha256, read_json, sync_fol
 from common.text import counted, is_url, percent, show, without_passwords
 from data_pipeline import filters
 from data_pipeline.remote_data import say_once
-from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for, source_of
 from data_pipeline.source_files import Source, format_of, identify
 from data_pipeline.sources import LISTED_BAD_RECORDS, Document, Position, Reading, read_texts
 from data_pipeline.templates import text_tokenizer
@@ -610,17 +610,12 @@ def name_set(folder: Path, source: str) -> Path:
     if not name:
         return folder
 
-    def source_in(folder: Path) -> tuple[str, ...]:
-        manifest = read_prepared(folder) if (folder / MANIFEST).is_file() else {}
-        source = manifest and manifest["source"]["sources"][0]
-        return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
-                ) if manifest else ()
-
     link = folder.with_name(name)
-    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
+    if os.path.lexists(link) and (not link.is_symlink() or source_of(link) not in ((), source_of(folder))):
         link = folder.with_name(f"{name}-{folder.name[:6]}")
     if link.is_dir() and not link.samefile(folder):
-        show(f"{link} is this set now; a run of the earlier one needs its folder, {link.resolve().name}")
+        show(f"{link} now names this set. To resume a run of the earlier one, name its folder, "
+             f"{link.with_name(link.resolve().name)}")
     temporary = folder.with_name(f".{link.name}.{os.getpid()}")
     try:
         temporary.symlink_to(folder.name)

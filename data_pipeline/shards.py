@@ -217,6 +217,25 @@ def read_data_manifest(folder: Path) -> Manifest:
     return read_as(Manifest, folder / MANIFEST, "copy or prepare the data again")
 
 
+def source_of(folder: Path) -> tuple[str, ...]:
+    """Return the source of a prepared set and its tokenizer's hash; () for another folder."""
+    with suppress(OSError, ValueError, KeyError):
+        manifest = read_json(folder / MANIFEST)
+        source = manifest["source"]["sources"][0]
+        return (source.get("path") or source["name"], source.get("config", ""),
+                source.get("split") or "train", manifest["tokenizer_sha256"])
+    return ()
+
+
+def sets_beside(path: str | Path, tokenizer_sha256: str = "") -> list[str]:
+    """Return the other prepared sets in a set's folder with its source, and its tokenizer or this one."""
+    folder, real = Path(path), Path(path).resolve()
+    *source, its_tokenizer = source_of(folder) or ("",)
+    others = [each for each in sorted(real.parent.iterdir()) if each != real] if source else []
+    return [str(folder.with_name(each.name)) for each in others if not each.is_symlink()
+            and source_of(each) == (*source, tokenizer_sha256 or its_tokenizer)]
+
+
 def read_as(schema: type[BaseModel], path: Path, advice: str) -> Any:
     """Return the JSON object in a file as an instance of a schema."""
     try:
@@ -428,6 +447,8 @@ def check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerInfo, k
                         f"with {command(script)}")
     if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
         remedy = "set TOKENIZER_PATH to it, or prepare the data again"
+        if others := sets_beside(folder, tokenizer.sha256):
+            remedy = f"name {others[0]}, which was made with this one, or {remedy}"
         if folder.is_relative_to(SAMPLE):
             remedy = f"this is the sample; set {KINDS[kind][0]} to your own data, or remove TOKENIZER_PATH"
         raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "

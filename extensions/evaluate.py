@@ -5,7 +5,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -28,7 +28,13 @@ from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
-from data_pipeline.shards import prepared_folder, read_data_manifest, split_to_validate
+from data_pipeline.shards import (
+    prepared_folder,
+    read_data_manifest,
+    sets_beside,
+    source_of,
+    split_to_validate,
+)
 from data_pipeline.source_files import format_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
@@ -357,6 +363,29 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
 
 
+def with_set_of_run(config: Config, folder: Path, tokenizer: Any, say: Callable[[str], None]) -> Config:
+    """Return the settings with the set that a checkpoint's run read, if its path names another one now."""
+    state, setting = store.read_state(folder), f"{config.training_stage}_data_path"
+    wanted, path = state.get("identity", {}).get(setting.upper()), config.data_path
+
+    def with_set(place: str) -> Optional[Config]:
+        there = config.model_copy(update={setting: place})
+        with suppress(PaddockError):  # of another tokenizer, or gone
+            if open_rows(there, "train", tokenizer, "never").fingerprint == wanted:
+                return there
+        return None
+
+    is_recorded = wanted and path and state["settings"].get(setting.upper()) == path
+    if not is_recorded or not source_of(Path(path)) or with_set(path):
+        return config
+    for place in sets_beside(path, state["identity"]["TOKENIZER_PATH"]):
+        if there := with_set(place):
+            say(f"{path} is another set now than the one that the run read, which is used: {place}")
+            return there
+    say(f"warning: {path} is not the set that the run read, which was not found in {Path(path).parent}")
+    return config
+
+
 @collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext,
                objective_of: Optional[Path] = None) -> Run:
@@ -364,11 +393,10 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+    config = ranks.raise_on_all(
+        lambda: with_set_of_run(config, objective_of or folder, tokenizer, context.log.info))
     model, _ = ranks.raise_on_all(
         lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer, config.compile))
-    if tokenizer.vocab_size > model.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids, but the "
-                        f"model has {model.vocab_size:,}; use the model's tokenizer")
     if config.max_seq_len > (context_of(folder) or config.max_seq_len):
         context.log.warn(f"warning: {folder} was made for {context_of(folder):,} tokens, and is evaluated on "
                          f"up to MAX_SEQ_LEN={config.max_seq_len:,}")

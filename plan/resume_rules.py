@@ -1,7 +1,7 @@
 """A run that continues, and its record: which settings still apply, what the record keeps, what changed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import CheckpointError
@@ -77,9 +77,9 @@ def recorded_settings(config: Config, given: Values, start: Start) -> tuple[dict
             for name, value in values.items() if name not in invalid}, warnings
 
 
-def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any]
-                  ) -> tuple[list[str], list[str]]:
-    """Compare a plan that continues with its checkpoint's trainer state; return notes and warnings."""
+def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str, Any],
+                  earlier: Callable[[], str] = str) -> tuple[list[str], list[str]]:
+    """Compare a plan that continues with its checkpoint; return notes and warnings."""
     config, sources, start = plan.config, plan.sources, plan.start
     now = config.public() | now_identity
     # A setting that was not recorded, as of an extension that was not there, had its default.
@@ -113,21 +113,21 @@ def check_changes(state: Mapping[str, Any], plan: Any, now_identity: Mapping[str
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:
-        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, plan)
+        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, plan, earlier())
         raise CheckpointError(f"{start.folder} belongs to a different run: {differences(refused)}. "
                               f"{remedies}")
     titles = {"safe": "Changed since the checkpoint, safe",
               "curve": "changed since the checkpoint, and changes the curve",
               "fixed": "different from the checkpoint, as ALLOW_RESUME_MISMATCH permits"}
     texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
-    notes = [texts.pop("safe")] if "safe" in texts else []
+    usual = ("safe", "curve") if changed["curve"] == ["MAX_STEPS"] else ("safe",)  # a longer run is no risk
+    notes = [texts.pop(kind) for kind in usual if kind in texts]
     warnings = [*texts.values(), *(f"ALLOW_RESUME_MISMATCH names {name}, which is not a setting"
                                    for name in sorted(allowed - now.keys()))]
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
     if not_recorded:
-        notes.append("The checkpoint was written by an older version, which did not record "
-                     f"{' and '.join(not_recorded)}")
+        notes.append(f"The checkpoint's older version did not record {' and '.join(not_recorded)}")
     unknown = sorted(before.keys() - now.keys() - {name.upper() for name in DROPPED})
     if unknown and not EXTENSION_SECTIONS:
         warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "
@@ -145,15 +145,13 @@ def cannot_be_allowed(name: str) -> bool:
     return name in MODEL_SHAPE or name == "OPTIMIZER"
 
 
-def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any) -> str:
+def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any, earlier: str) -> str:
     """Return the remedies that work for changed fixed settings, with their values in the checkpoint."""
     # Restore the settings, or start another run, without or with the checkpoint's weights.
     config, start, named = plan.config, plan.start, plan.config.start_settings
     files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
     settings = assignments({name: value for name, value in before.items() if name not in files})
-    restore = f"restore what {' and '.join(files)} named"
-    if os.path.islink(config.data_path or ""):  # the name of a set, which may have been prepared again
-        restore += f", such as an earlier folder in {os.path.dirname(config.data_path)}"
+    restore = f"restore what {' and '.join(files)} named{f' (perhaps {earlier})' * bool(earlier)}"
     ways = [" and ".join([f"set {settings}"] * bool(settings) + [restore] * bool(files))]
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (

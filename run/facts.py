@@ -27,6 +27,7 @@ from common.files import read_json, sha256
 from common.text import ROOT, show
 from config import SAMPLE, START_FROM, Config, mps_rules
 from data_pipeline.mixture import is_mixture, read_mixture
+from data_pipeline.shards import sets_beside
 from data_pipeline.templates import load_chat_format, text_tokenizer
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -217,7 +218,8 @@ def with_identities(plan: Plan, inputs: Inputs, run_dir: Path) -> Plan:
     plan = replace(plan, start=start, identities=identities)
     if start.kind == "continue":
         identity = inputs.identity(config, plan, start.state["identity"])
-        changes, risks = check_changes(start.state, plan, identity)
+        earlier_sets = lambda: " or ".join(sets_beside(config.data_path))
+        changes, risks = check_changes(start.state, plan, identity, earlier_sets)
         messages, warnings = messages + changes, warnings + risks
     elif config.resume == "auto" and (earlier := earlier_runs(run_dir)) and start.kind == "new":
         warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this run "

@@ -48,18 +48,18 @@ class Bound(NamedTuple):
 
 # A change that lowers a number lowers its bound.
 BOUNDS = {
-    "functions entered by a start": Bound(354, 281, 150),
-    "files entered by a start": Bound(54, 36, 22),
+    "functions entered by a start": Bound(356, 281, 150),
+    "files entered by a start": Bound(55, 36, 22),
     "functions entered by a step": Bound(201, 151, 100),
     "files entered by a step": Bound(27, 20, 15),
     "functions entered by a save": Bound(167, 107, 70),
     "files entered by a save": Bound(33, 18, 12),
-    "functions entered by the run": Bound(950, 648, 600),
+    "functions entered by the run": Bound(952, 648, 600),
     "files entered by the run": Bound(90, 60, 60),
     "functions entered by the run, core": Bound(675, 638, 430),
     "files entered by the run, core": Bound(60, 58, 40),
     "classes that a step touches": Bound(46, 36, 20),
-    "calls in a start to a higher layer": Bound(20, 5, 5),
+    "calls in a start to a higher layer": Bound(21, 5, 5),
     "functions of extensions/ entered": Bound(None, 0, 0),
     "agreements of ranks in the core": Bound(None, 24, 25),
     "agreements of ranks in the file with most": Bound(None, 7),

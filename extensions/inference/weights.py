@@ -130,7 +130,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     tensors = huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
     place = folder if (folder / "tokenizer.json").is_file() else source
-    tokenizer = tokenizer or load_tokenizer(str(place))
+    own, tokenizer = tokenizer is None, tokenizer or load_tokenizer(str(place))
     tokenizer.generation = read_generation(source) | read_generation(folder)
     ids = tokenizer.vocab_size
     if base:
@@ -141,8 +141,12 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         elif ids > rows:  # trained here, where new rows started like this
             rows, tensors = ids, huggingface.with_rows(tensors, ids)
     if ids > rows:
-        raise CheckpointError(f"{place}: its tokenizer has {ids:,} ids, but the model in {source} has "
-                              f"{rows:,}; replace it by the model's tokenizer")
+        which, remedy = f"{place}: its tokenizer", "replace it by the model's tokenizer"
+        if not own:
+            which, remedy = "TOKENIZER_PATH", (
+                "use the model's own tokenizer. The losses of models with different tokenizers cannot be "
+                "compared; evaluate each alone, and compare bits per byte")
+        raise CheckpointError(f"{which} has {ids:,} ids, but the model in {source} has {rows:,}; {remedy}")
     device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
     never_sample(model, tokenizer.generation.get(SUPPRESSED, ()))

@@ -21,7 +21,7 @@ MOST_TESTED = 8  # runs
 FEWEST_AVERAGED = 6  # runs in a mean curve; page.js has the same number
 SEEDS = ("SEED", "DATA_SEED")
 ONE_SEED = ("One seed each: this compares models, not recipes. With other seeds, the order may be another; "
-            f"{PROGRAM} decide compares recipes.")
+            f"`{PROGRAM} decide --help` says how to compare recipes.")
 
 
 # Settings of how a run is watched, kept and repeated do not change what it is.
@@ -53,7 +53,9 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     if not configurations and len(runs) <= MOST_TESTED:
         paired, refused = tests([run for run in runs if not has_failed(run)])
         sentences = [test["sentence"] for test in paired]
-        sentences.append(ONE_SEED if paired else "No items of the same evaluation say which run is better.")
+        why = f" {refused[0]}." if refused else ""
+        sentences.append(
+            ONE_SEED if paired else f"No items of the same evaluation say which run is better.{why}")
         for test, row in product(paired if len(runs) == 2 else (), rows):
             if test["better"] and row["name"] == f"{test['name']} at step {test['step']:,}":
                 row["cells"]["ab".index(test["better"])]["is_better"] = True
@@ -61,6 +63,12 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
                   for run in runs if has_failed(run)]
     return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
             "refused": refused, "configurations": configurations}
+
+
+def choice_name(runs: list[RunReader]) -> str:
+    """Return the name of the items in HELLASWAG_PATH that these runs answered, or their names."""
+    names = {run.hellaswag for run in runs if "hellaswag_acc" in run.curves} or {runs[0].hellaswag}
+    return " or ".join(sorted(names))
 
 
 def has_failed(run: RunReader) -> bool:
@@ -124,7 +132,7 @@ def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, flo
 def titles(runs: list[RunReader]) -> dict[str, tuple[str, str]]:
     """Return the title of each result that the runs have, and whether a higher or lower one is better."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
-    tasks, main = task_names(names, runs[0].hellaswag), runs[0].main
+    tasks, main = task_names(names, choice_name(runs)), runs[0].main
     # The main result of the first run comes first.
     known = {main.curve: (main.title.lower(), "higher"), "val_loss": ("validation loss", "lower"),
              "val_perplexity": ("perplexity", "lower"), "val_bits_per_byte": ("bits per byte", "lower"),
@@ -183,7 +191,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     first, *others = [{(line.step, line.name, line.items): line
                        for line in read_item_scores(run.folder / "evaluations.jsonl") if line.step}
                       for run in runs]
-    refused, titles = [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
+    refused, titles = [], {"hellaswag": choice_name(runs), REWARD: "held-out"}
     families: dict[str, list[tuple[str, ItemScores, decide.Paired]]] = {}
     for run, lines in zip(runs[1:], others):
         names = (runs[0].name, run.name)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extensions.report.compare import comparison
+from extensions.report.compare import choice_name, comparison
 from extensions.report.curves import FEWEST_POINTS, charts, points_per_curve
 from extensions.report.data import RunReader
 
@@ -52,7 +52,7 @@ class Report:
         memory = ["allocated by PyTorch"] * (not all(on_cpu)) + ["resident memory"] * any(on_cpu)
         made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
                 "generated": time.time(), "live": live, "overview": self.is_overview, "runs": [],
-                "charts": charts(last, self.runs[0].hellaswag, self.runs[0].main.curve, " or ".join(memory)),
+                "charts": charts(last, choice_name(self.runs), self.runs[0].main.curve, " or ".join(memory)),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
         share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS

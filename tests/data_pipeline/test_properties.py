@@ -265,4 +265,5 @@ def test_a_name_that_moves_to_another_set_is_said(tmp_path, capsys):
     for number in (1, 2, 2):
         (tmp_path / f"set{number}").mkdir(exist_ok=True)
         assert name_set(tmp_path / f"set{number}", "chats.jsonl") == tmp_path / "chats"
-    assert capsys.readouterr().out == f"{tmp_path / 'chats'} is this set now; a run of the earlier one needs its folder, set1\n"
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'chats'} now names this set. To resume a run of the earlier one, name its folder, {tmp_path / 'set1'}\n")

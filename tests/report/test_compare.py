@@ -97,7 +97,9 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
 def test_neither_the_first_step_nor_a_failed_run_is_tested(tmp_path, right, monkeypatch):
     runs = [write_run(tmp_path / name, {"RUN_NAME": name}, [], scored(0, right[0]) + scored(step, right[0], shift=step))
             for name, step in (("a", 5), ("b", 10), ("c", 10))]
-    assert comparison(runs[:2])["sentences"][0] == "No items of the same evaluation say which run is better."
+    assert comparison(runs[:2])["sentences"][0] == (
+        "No items of the same evaluation say which run is better. "
+        "HellaSwag: a and b did not score the same items at the same step (last at 5 and 10), so there is no test.")
     monkeypatch.setattr("extensions.report.compare.has_failed", lambda run: run.name == "a")
     assert {(test["a"], test["b"], test["step"]) for test in comparison(runs)["tests"]} == {("b", "c", 10)}
 

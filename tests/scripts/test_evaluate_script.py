@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
-from factories import UNMEASURED, start, tiny_model_folder
+from factories import UNMEASURED, prepare, prepared_set, start, tiny_model_folder
 
-from common.errors import DataError, SettingsError
+from common.errors import CheckpointError, DataError, SettingsError
+from data_pipeline.prepare import name_set
 from extensions.decide import compare_items
 from extensions.report.items import read_item_scores
 from tokenizer import load_tokenizer
@@ -53,6 +54,38 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
 def test_a_set_that_the_run_names_is_evaluated_although_the_run_did_not(tiny_run, prepared, tmp_path):
     run = tiny_run(**UNMEASURED, MAX_STEPS=1, VALIDATION_DATA_PATH=prepared.shards).trained()
     assert "val_loss" in evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
+
+
+def test_after_another_preparation_a_run_finds_the_set_that_it_read(tiny_run, prepared, tmp_path, capsys):
+    """The name of a set moves to the newest one of a source and tokenizer. `eval` finds the earlier one, and so does one who resumes."""
+    text = prepared.tokenizer.parent / "text.jsonl"
+    earlier = prepared_set("documents", text, prepared.tokenizer, tmp_path / "sets", validation_fraction=0.2)
+    link = name_set(earlier, "farm.jsonl")
+    run = tiny_run(**MEASURED, PRETRAIN_DATA_PATH=link).trained()
+    now = prepared_set("documents", text, prepared.tokenizer, tmp_path / "sets", validation_fraction=0.3)
+    assert name_set(now, "farm.jsonl") == link and link.samefile(now)
+    capsys.readouterr()
+    assert evaluate(run.folder, output=tmp_path / "found.json")["metrics"] == logged(run, 2)
+    assert f"{link} is another set now than the one that the run read, which is used: {earlier}" in capsys.readouterr().err
+    assert run.train(MAX_STEPS=3) == CheckpointError.exit_code
+    assert f"(perhaps {earlier})" in capsys.readouterr().err
+    assert run.train(MAX_STEPS=3, PRETRAIN_DATA_PATH=earlier) == 0
+    shutil.rmtree(earlier)
+    capsys.readouterr()
+    call(run.checkpoint(2))
+    assert f"warning: {link} is not the set that the run read, which was not found in {tmp_path / 'sets'}" in capsys.readouterr().err
+
+
+def test_a_set_of_another_tokenizer_has_another_name_and_is_offered(tiny_run, prepared, tmp_path, capsys):
+    text, other = prepared.tokenizer.parent / "text.jsonl", prepare(tmp_path / "other", vocab_size=290).tokenizer
+    one, another = (prepared_set("documents", text, each, tmp_path / "sets") for each in (prepared.tokenizer, other))
+    assert [name_set(each, "farm.jsonl").name for each in (one, another)] == ["farm", f"farm-{another.name[:6]}"]
+    run = tiny_run(**MEASURED, PRETRAIN_DATA_PATH=one).trained()
+    assert run.train(MAX_STEPS=3, PRETRAIN_DATA_PATH=another) == DataError.exit_code
+    assert f"name {one}, which was made with this one" in capsys.readouterr().err
+    other_run = tiny_run(**MEASURED, RUN_NAME="other", PRETRAIN_DATA_PATH=another, TOKENIZER_PATH=other).trained()
+    with pytest.raises(CheckpointError, match=r"TOKENIZER_PATH has \d+ ids, .* use the model's own tokenizer.* evaluate each alone"):
+        call(run.folder, other_run.folder)
 
 
 @pytest.mark.slow
