@@ -24,7 +24,7 @@ from parallel.process import ERROR_FILE, LAUNCHER_PID, RANK_VARIABLES, choose_wa
 
 COMMANDS = """
 Start
-demo                             : run.py --preset sample : train a small model (34 s on two CPU cores)
+demo                             : run.py --preset sample : train a small model (a minute on two CPU cores)
 doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
 Data
 prepare text|chats|pairs SOURCE  : prepare.py             : tokenize text, chats or preference pairs

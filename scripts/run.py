@@ -52,7 +52,7 @@ downloads no data. --world-size N plans for N ranks.
 
 All flags of ./paddock train apply (`./paddock train --help`).
 """
-DEMO_HELP = """Train a small model on the embedded sample, with a report: 34 s on two idle CPU cores.
+DEMO_HELP = """Train a small model on the embedded sample, with a report: about a minute on two CPU cores.
 
     ./paddock demo
     ./paddock demo --max-steps 100 --run-name short
@@ -61,8 +61,8 @@ The first run creates the sample, short stories made from templates, in data/sam
 --preset sample, so all flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take 34 s on two "
-    "idle CPU cores. Evaluations during training ask the model which of four endings fits an unseen story "
+    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take about a "
+    "minute on two idle CPU cores. Evaluations during training ask the model which of four endings fits an unseen story "
     "(chance is 25 %).")
 SAMPLE = "data/sample/"
 
