@@ -157,11 +157,9 @@ def settings_of_stage(config: Config, decided: Container[str], start: Start
     has_epochs = config.epochs or "epochs" in chosen
     deferred += [*settings_of_length(0, Config.model_fields)] if has_epochs else []
     deferred = [name for name in deferred if name not in decided] + ["max_steps"] * bool(has_epochs)
-    if is_tuning and "total_batch_size" in deferred:
-        rows = config.micro_batch_size
-        if "micro_batch_size" in deferred or not rows:
-            rows = config.answers_per_prompt
-        chosen["micro_batch_size"] = rows
+    if is_tuning and not {"total_batch_size", "micro_batch_size"}.isdisjoint(deferred):
+        is_open = "micro_batch_size" in deferred or not config.micro_batch_size
+        chosen["micro_batch_size"] = rows = config.answers_per_prompt if is_open else config.micro_batch_size
         chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
     return {name: value for name, value in chosen.items() if name not in decided}, deferred
 
@@ -180,16 +178,16 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
     """
     chosen: dict[str, Any] = {}
     stage, ranks, batch_rows = config.training_stage, config.planned_ranks, config.rows_per_step
-    if "total_batch_size" in names and (stage != "pretrain" or rows < BATCHES_PER_EPOCH * batch_rows):
-        answers = config.answers_per_prompt
+    answers, is_tuning = config.answers_per_prompt, config.training_stage != "pretrain"
+    if "total_batch_size" in names and (is_tuning or rows < BATCHES_PER_EPOCH * batch_rows):
         share = ranks * (answers if "micro_batch_size" in names else config.micro_batch_size)
         wanted = max(1, min(MOST_BATCH_ROWS[stage], rows * answers // BATCHES_PER_EPOCH))
         batch_rows = -(-2 ** int(math.log2(wanted)) // share) * share
         chosen["total_batch_size"] = batch_rows * config.max_seq_len
-        if "micro_batch_size" in names:
-            per_rank = batch_rows // ranks
-            chosen["micro_batch_size"] = next(
-                n for n in range(min(max(8, answers), per_rank), 0, -1) if per_rank % n == n % answers == 0)
+    if "micro_batch_size" in names and (is_tuning or chosen):
+        per_rank = batch_rows // ranks
+        divisors = (n for n in range(max(8, answers), 0, -1) if per_rank % n == n % answers == 0)
+        chosen["micro_batch_size"] = next(divisors, config.micro_batch_size)
     steps = config.max_steps
     if "max_steps" in names and config.epochs is not None:
         chosen["max_steps"] = steps = max(1, math.ceil(

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +24,7 @@ from common import __version__  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.files import free_bytes, why_not_writable  # noqa: E402
-from common.text import PROGRAM, counted, last_line, show  # noqa: E402
+from common.text import PROGRAM, counted, last_line, pip_install, show  # noqa: E402
 from parallel.process import cores, why_no_kernels  # noqa: E402
 from scripts.environment import damaged, not_importable  # noqa: E402
 
@@ -110,7 +109,7 @@ def check_packages() -> Iterator[Finding]:
     extras = "requirements-extras.txt" if IS_CLONE else str(ROOT / "requirements-extras.txt")
     if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
         yield Finding(LIMITS, "extras", f"not installed: {', '.join(absent)}; for serving, plots, "
-                      f"TensorBoard and text metrics, run: pip install -r {quote(extras)}")
+                      f"TensorBoard and text metrics, run: {pip_install('-r', extras)}")
 
 
 def check_imports() -> Iterator[Finding]:

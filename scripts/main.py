@@ -83,7 +83,8 @@ def requirements(name: str, words: list[str]) -> list[str]:
         return []
     is_plot = any(word.startswith(("--plot", "--figure")) for word in words)
     return ["requirements.txt", *[f"{EXTRAS}:starlette,uvicorn"] * ("--serve" in words),
-            *[f"{EXTRAS}:matplotlib"] * is_plot]
+            *[f"{EXTRAS}:matplotlib"] * is_plot,
+            *[f"{EXTRAS}:gguf"] * any(word.endswith("gguf") for word in words)]
 
 
 def main() -> None:

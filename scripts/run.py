@@ -61,9 +61,9 @@ The first run creates the sample, short stories made from templates, in data/sam
 --preset sample, so all flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take about a "
-    "minute on two idle CPU cores. Evaluations during training ask the model which of four endings fits an unseen story "
-    "(chance is 25 %).")
+    "The sample is a small Llama 3 and short stories made from templates. Its 300 steps take about a minute "
+    "on two idle CPU cores. Evaluations during training ask the model which of four endings fits an unseen "
+    "story (chance is 25 %).")
 SAMPLE = "data/sample/"
 
 

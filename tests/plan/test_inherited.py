@@ -160,6 +160,14 @@ def test_the_batch_suits_the_data_and_the_ranks(stage, rows, ranks, batch_rows):
     assert config.max_steps == -(-3 * rows // batch_rows) and config.warmup_steps == min(100, config.max_steps // 10)
 
 
+@pytest.mark.parametrize("total, micro", [(1024, 1), (3072, 3), (8192, 8), (16_384, 8), (17_408, 1)])
+def test_a_batch_alone_decides_how_many_rows_are_read_at_a_time(total, micro):
+    before = Config(training_stage="sft", max_seq_len=1024, total_batch_size=total, epochs=3.0)
+    assert settings_of_data(before, 200, ("micro_batch_size",))["micro_batch_size"] == micro
+    model_without_weights(Path("base"))
+    assert load(*SFT, "--max-seq-len=1024", f"--total-batch-size={total}").config.total_batch_size == total, "no rule of the default of 8 refuses it"
+
+
 def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     Path("data/one").mkdir(parents=True)
     Path("data/mix").mkdir()
