@@ -313,18 +313,19 @@ def interface_towards(host: str) -> Optional[str]:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
-# Shapes of matmuls of which oneDNN keeps code, 0.4 MB each; its 1,024 fill memory if rows' lengths vary.
-KEPT_SHAPES = 256
+# Shapes of matmuls of which oneDNN keeps code, 0.4 MB each; its 1,024 fill memory if rows' lengths vary. What
+# it keeps also lies between freed blocks, so that large models' memory doubles, unless it keeps fewer shapes.
+KEPT_SHAPES, KEPT_BY_LARGE = 256, 64
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")  # GNU's OpenMP, LLVM's (in ms), both
 
 
-def configure_allocator(huge_pages: bool = True) -> None:
+def configure_allocator(huge_pages: bool = True, is_large: bool = False) -> None:
     """On a GPU, use expandable segments; on a CPU, huge pages if asked, and small caches of matmuls' code."""
     if huge_pages:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     for name in SHAPE_CACHES:
-        os.environ.setdefault(name, str(KEPT_SHAPES))
+        os.environ.setdefault(name, str(KEPT_BY_LARGE if is_large else KEPT_SHAPES))
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 

@@ -126,5 +126,6 @@ def export(plan: Plan) -> None:
     # Others reuse memory, which page alignment only fragments (docs/dev/log.md).
     config = plan.config
     in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
-    configure_allocator(not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count))
+    configure_allocator(not config.start_settings and in_vocabulary > max(HUGE_NUMEL, config.matrix_count),
+                        config.matrix_count > HUGE_NUMEL)
     choose_waiting()

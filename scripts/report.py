@@ -130,12 +130,14 @@ def main() -> None:
     path = args.output or path
     with (disk_errors(path, CheckpointError, "name another file with --output"),
           atomic_write(path) as temporary):
-        temporary.write_text(render(report.data()), encoding="utf-8")
+        data = report.data()
+        temporary.write_text(render(data), encoding="utf-8")
     if not args.in_background:
         for run in report.runs:
             if bad := run.set_aside():
                 print_safely(f"warning: {run.folder}: not valid and left out: {', '.join(bad)}", sys.stderr)
-        show(str(path))
+        verdicts = [sentence for _, sentence in data["runs"][0]["health"]] if len(report.runs) == 1 else []
+        show(*(data["comparison"]["sentences"] if len(args.run) > 1 else verdicts), str(path))
 
 
 if __name__ == "__main__":

@@ -92,13 +92,13 @@ def show_table(trials: Sequence[Trial]) -> None:
     rows += [(run.name, shown(cell["value"], cell["stderr"]) if cell else "-")
              for run, cell in zip(report.runs, measured[0]["cells"])]
     legend = "± is one standard error, over the evaluated items."
-    configurations, sentences = by_configuration(report.runs, measured)
+    configurations, _ = by_configuration(report.runs, measured)
     if configurations:
         rows = [("configuration", "seeds", measured[0]["name"])]
         rows += [(each["name"], str(each["n"]), shown(each["mean"], each["stderr"]) if each["n"] else "-")
                  for each in configurations]
         legend = "± is one standard error, over the seeds."
-    show(*aligned(rows, left=len(rows[0])), legend, *sentences)
+    show(*aligned(rows, left=len(rows[0])), legend)
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
                     "--output", str(trials[0].folder.parent / "report.html")], check=False)
 

@@ -25,7 +25,7 @@ from plan.names import ALIASES, misspelled
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-ON_A_CPU = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+ON_A_CPU = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
 
@@ -202,6 +202,14 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert "canary" not in actual + repr(loaded), "some are secrets"
     export(loaded)
     assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | WAITING | ON_A_CPU
+
+
+def test_a_large_model_keeps_the_code_of_fewer_matmuls(monkeypatch):
+    """Its memory would double within 40 steps, because what is kept lies between freed blocks."""
+    for depth, kept in (("2", "256"), ("12", "64")):
+        monkeypatch.setattr("os.environ", {})
+        export(load("--depth", depth))
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"] == kept
 
 
 def test_variables_in_env_are_expanded():
