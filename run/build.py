@@ -111,8 +111,7 @@ def build(plan: Plan, context: RunContext, folder: RunFolder, opened: Optional[f
     With `for_replay`, the run is never saved, and its weights may not be finite.
     """
     config, start, ranks = plan.config, plan.start, context.ranks
-    if ranks.device.type != "cpu":
-        facts.prepare_device(config)
+    facts.prepare_device(config)  # on every rank
     mesh = model_utils.make_mesh(config, ranks)
 
     def construct() -> tuple[Run, Base]:

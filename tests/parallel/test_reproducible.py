@@ -65,8 +65,17 @@ def test_ranks_compute_the_bits_of_one_process(feature, precision, layout, stage
     # Killed on one rank, and resumed on several.
     world_size, settings = LAYOUTS[layout]
     run.ends([-signal.SIGKILL], partial(do_in_step, 4, die))
-    run.ends([0] * world_size, **settings)
+    run.ends([0] * world_size, expect_one_thread, **settings)
     assert_same_run(one, run, step=4)
+
+
+def expect_one_thread() -> None:
+    """On every rank, although it begins with two: some kernels divide their sums by the number of threads."""
+    def check() -> None:
+        assert torch.get_num_threads() == 1
+
+    torch.set_num_threads(2)
+    do_in_step(4, check)
 
 
 def die() -> None:
