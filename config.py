@@ -294,7 +294,7 @@ class CheckpointConfig(Section):
     save_every: int = interval(3, 500, "checkpoints; 0 = only after the last step")
     async_save: bool = safe(True, "write checkpoints while training continues; needs a copy in host memory")
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
-    keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
+    keep_best: int = safe(1, "also save and keep as many checkpoints with the lowest validation loss", ge=0)
     keep_every: int = safe(
         0, "also save and keep the checkpoint of every N-th step, for at-step; 0 = none", ge=0)
 

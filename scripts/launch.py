@@ -266,7 +266,7 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
         raise SettingsError(
             f"cannot listen on {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
             "--master-addr must be an address of this machine, the first one (0.0.0.0 = all addresses), and "
-            "--master-port must be free") from error
+            "--master-port must be free (is --node-rank 0 used twice?)") from error
     host, port = listening.getsockname()[:2]
     if args.nnodes > 1 and is_loopback(host) and not is_loopback(args.master_addr):
         raise SettingsError(f"--master-addr {args.master_addr} resolves to {host} on this machine, which "
@@ -333,7 +333,7 @@ class Job:
         if node == 0:
             self.store.set("settings", json.dumps(self.config.model_dump(mode="json")))
         self.machines = Machines(host, port, node, self.args.nnodes, self.store)
-        self.machines.publish(ranks=self.ranks)
+        self.machines.publish(ranks=self.ranks, nnodes=self.args.nnodes)
         self.machines.start()
         _, problem = self.machines.wait("ranks", f"start at {host}:{port}", START_SECONDS, True)
         if problem:
@@ -366,7 +366,7 @@ class Job:
             if cause is None and is_first:  # the ranks of the others still use its store
                 machines.wait(key, "finish", patience)
             return ending, False, newest
-        missing, problem = machines.wait(key, "report how its ranks ended",
+        missing, problem = machines.wait(key, "report how the ranks ended",
                                          patience if again else REPORT_SECONDS)
         others = [other for other in range(self.args.nnodes) if other not in missing]
         try:

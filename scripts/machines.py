@@ -102,21 +102,30 @@ class Machines(threading.Thread):
         """
         nodes = range(len(self.keys)) if nodes is None else nodes
         started, said = time.monotonic(), None
-        while missing := [node for node in nodes if key not in self.states[node]]:
-            if self.store is None:
-                missing = [0]
+        while True:
+            missing = [node for node in nodes if key not in self.states[node]]
+            counts = {node: state.get("nnodes", len(self.keys)) for node, state in enumerate(self.states)}
+            other = next((node for node in counts if counts[node] != len(self.keys)), None)
+            if other is not None:
+                return missing, (f"node {other} was started with --nnodes {counts[other]}, this one with "
+                                 f"--nnodes {len(self.keys)}")
+            if not missing:
+                return [], ""
             now, error, limit, deadline = time.monotonic(), self.error, seconds, started + seconds
+            if self.store is None or error and self.node:  # the first machine has the store
+                missing = [0]
             if isinstance(error, socket.gaierror):
                 limit, deadline = RESOLVE_SECONDS, self.failing_since + RESOLVE_SECONDS
             reason = f" ({(str(error).splitlines() or [type(error).__name__])[0]:.200})" if error else ""
             silent = [node for node in missing if now - self.heard[node] > SILENT_SECONDS and not is_start]
             if silent:
                 return missing, (f"{node_names(silent)} did not answer for {time_text(SILENT_SECONDS)} "
-                                 "(its launcher, machine or network failed)")
+                                 "(the launcher, machine or network failed)")
             if now > deadline:
                 return missing, f"{node_names(missing)} did not {purpose} within {time_text(limit)}{reason}"
-            if now - started > QUIET_SECONDS and said != (missing, reason):
-                said = missing, reason
-                show(f"Waiting for {node_names(missing)} to {purpose} (up to {time_text(limit)}){reason}")
+            minutes = (now - started) // 60
+            if now - started > QUIET_SECONDS and said != (missing, reason, minutes):
+                said = missing, reason, minutes
+                left = f"{time_text(round(deadline - now))} left" if minutes else f"up to {time_text(limit)}"
+                show(f"Waiting for {node_names(missing)} to {purpose} ({left}){reason}")
             time.sleep(BEAT_SECONDS / 5)
-        return [], ""

@@ -94,10 +94,16 @@ def test_checkpoints_that_were_there_before_are_no_gain(tmp_path):
 
 
 @pytest.fixture
-def jobs():
+def hosted():
+    """The store on the first machine."""
+    store = ranks.host_store(process.listen_at(process.LOOPBACK, 0))
+    store.set("settings", "{}")
+    return store
+
+
+@pytest.fixture
+def jobs(hosted):
     """The two machines of a job, whose launchers have met."""
-    hosted = ranks.host_store(process.listen_at(process.LOOPBACK, 0))
-    hosted.set("settings", "{}")
     jobs = [Job(Namespace(max_restarts=3, nnodes=2, node_rank=node), [], Config(), ranks=1) for node in range(2)]
     for node, job in enumerate(jobs):
         job.machines = Machines(hosted.host, hosted.port, node, 2, None if node else hosted)
@@ -123,9 +129,31 @@ def test_machines_agree_as_json_and_only_if_all_answer(jobs, monkeypatch, capsys
         assert [*pool.map(agree, jobs, [False, False], [2, 2], [0, 0])] == [(None, False, [0, 7]), (None, False, [1, 7])]
     monkeypatch.setattr(machines, "SILENT_SECONDS", 1)
     jobs[1].machines.stop()
-    lost = "node 1 did not answer for 1 s (its launcher, machine or network failed)"
+    lost = "node 1 did not answer for 1 s (the launcher, machine or network failed)"
     assert agree(jobs[0], number=3) == (lost, False, [0, 7])
     assert f"warning: no restart, because {lost}" in capsys.readouterr().err
+
+
+def test_without_the_first_machine_only_that_one_is_blamed(jobs, monkeypatch):
+    def lost(beat):
+        raise ConnectionResetError("Broken pipe")
+
+    monkeypatch.setattr(machines, "SILENT_SECONDS", 1)
+    jobs[1].machines._exchange = lost
+    missing, problem = jobs[1].machines.wait("ended-0", "report how the ranks ended", PATIENCE)
+    assert (missing, problem) == ([0], "node 0 did not answer for 1 s (the launcher, machine or network failed)")
+
+
+def test_another_number_of_machines_is_named_at_once_by_both(hosted):
+    sides = [Machines(hosted.host, hosted.port, node, count, None if node else hosted) for node, count in ((0, 2), (1, 3))]
+    for each in sides:
+        each.publish(ranks=1, nnodes=len(each.keys))
+        each.start()
+    with ThreadPoolExecutor() as pool:
+        problems = [*pool.map(lambda each: each.wait("ranks", "start", PATIENCE, True)[1], sides)]
+    for each in sides:
+        each.stop()
+    assert problems == ["node 1 was started with --nnodes 3, this one with --nnodes 2", "node 0 was started with --nnodes 2, this one with --nnodes 3"]
 
 
 @pytest.mark.parametrize(("text", "problem"), [
@@ -216,13 +244,13 @@ def test_when_a_machine_is_lost_the_other_says_so_and_ends(signalled, tiny_run):
     for pid in [lost.pid, *map(int, Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split())]:
         os.kill(pid, signal.SIGKILL)
     lost.process.wait()
-    here.wait_for(lambda: "Waiting for node 1 to report how its ranks ended (up to 11 min)" in here.text())
+    here.wait_for(lambda: "Waiting for node 1 to report how the ranks ended (up to 11 min)" in here.text())
     if signalled:
         here.process.send_signal(signal.SIGTERM)
         assert here.wait(timeout=10) == 143 and here.last_line() == "Stopped."
     else:
         assert here.wait() == 1
-        assert here.last_line().startswith("error: node 1 did not answer for 30 s (its launcher, machine or network failed)")
+        assert here.last_line().startswith("error: node 1 did not answer for 30 s (the launcher, machine or network failed)")
         assert run.lines("events")[-1]["reason"].startswith("node 1 did not answer")
 
 
