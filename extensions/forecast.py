@@ -173,8 +173,10 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
         if start is not None and start.kind == "continue" and start.is_own and start.step >= steps:
             show(f"Nothing to do: the run has finished step {start.step:,} of MAX_STEPS={steps}.")
         else:
-            show("Ready to train." if checked.inputs is not None else
-                 f"The plan {fits}, but data or a tokenizer is missing.")
+            problem = "data or a tokenizer is missing"
+            if any("needs a start checkpoint" in warning for warning in plan.warnings):
+                problem = "the model to start from is missing, so that the default model is planned"
+            show("Ready to train." if checked.inputs is not None else f"The plan {fits}, but {problem}.")
     for mark in ("FAIL", "warn", "ok"):
         for name, text in checked.lines[mark]:
             show(f"  {mark:<4}  {name}: {text}")
