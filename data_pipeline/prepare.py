@@ -544,22 +544,20 @@ def describe_split(manifest: dict) -> Iterator[str]:
     total = manifest["splits"]["train"]["documents"] + held_out + manifest.get("reserved", 0)
     noun, more = "example" if kind else "document", how_to_get_more(kind, names_of_sources(manifest))
     fraction = manifest.get("held_out", requested)
-    trains = "they train on what this one holds out"
     if manifest.get("rules", 0) < (3 if "cut_from_each" in manifest else 2):
         yield ("Split: the one of the earlier version that prepared this set, whose labels it also has: it "
                "may train on what other sets hold out; delete its folder to prepare it again")
     elif requested == 0:
         yield f"Split: all {noun}s train, also those that other sets hold out (VALIDATION_FRACTION=0)"
     elif requested not in (None, HELD_OUT):
-        trains = "this one trains on what they hold out" if requested < HELD_OUT else trains
-        yield (f"Split: VALIDATION_FRACTION={requested:g} is used; sets without this setting hold out "
-               f"{percent(HELD_OUT, 0)}, so {trains}")
+        yield (f"Split: VALIDATION_FRACTION={requested:g} of the {noun}s are held out. If you mix this set "
+               "with others, use it for those too, so that none trains on what another holds out")
     elif "cut_from_each" in manifest:
-        yield ("Split: the end of each document is held out, because none or all of these few documents are "
-               f"in the {percent(HELD_OUT, 0)} that every set holds out by hash; other sets may train on it")
+        yield ("Split: the end of each document is held out, because they are too few to hold out whole "
+               "ones; another set of the same text may train on it")
     elif (fraction or 0) > HELD_OUT:
-        yield (f"Split: no {noun} is in the {percent(HELD_OUT, 0)} that other sets hold out by hash, so "
-               f"others are held out here; {trains}")
+        yield (f"Split: none of these {noun}s is in the {percent(HELD_OUT, 0)} that all sets hold out, so "
+               f"others are held out here; another set may train on them")
     elif reserved := manifest.get("reserved"):
         yield (f"Split: {counted(reserved, noun)} left out: a large set validates on the lowest "
                f"{percent(LARGE_SET_FRACTION)} of hashes, and trains on none of the {percent(HELD_OUT, 0)} "

@@ -335,8 +335,8 @@ def with_tokens(plan: Plan, inputs: Inputs) -> Plan:
         token_ids, untrained, learned = token_ids_to_train(config, inputs, Path(start.base), start.layers)
         if learned:
             names = inputs.tokenizer.decode(learned[:5]) + " ..." * (len(learned) > 5)
-            messages.append(f"LORA_TRAIN_TOKENS=auto: the base seems to have learned {names}; rows drawn at "
-                            "random or from other words look the same, so list the names of new tokens")
+            messages.append(f"LORA_TRAIN_TOKENS=auto trains no row of {names}, which the base seems to have "
+                            "learned; if you added such tokens yourself, name them in LORA_TRAIN_TOKENS")
     plan = replace(plan, generation=generation, token_ids=token_ids, untrained_ids=untrained)
     return plan.changed(messages)
 
