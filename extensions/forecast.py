@@ -31,6 +31,7 @@ from extensions.online import Rewards, Rollouts
 from extensions.profile import PEAK_TFLOPS, peak_flops
 from extensions.report import console
 from extensions.settings import prompts_to_answer, reward_terms
+from extensions.waiting import watch
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
@@ -61,7 +62,7 @@ from train import train_step
 
 GIB = 2**30
 PROCESS_BYTES = int(0.4 * GIB)  # of Python, torch, this program and code for matmuls
-PROBE_SECONDS = 2.0  # total time of the measured micro-batches
+PROBE_SECONDS, PROBES = 2.0, 3  # time of the measured micro-batches, and how often they are measured
 TOO_LONG_SECONDS = 10  # time of a micro-batch that --check does not measure
 LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made for
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
@@ -105,8 +106,10 @@ def timed(device: torch.device, work: Callable) -> float:
     return time.perf_counter() - started
 
 
-def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> float:
-    """Return one rank's seconds for a step with random weights, without teacher and communication."""
+def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype
+                     ) -> tuple[float, float]:
+    """Return the least and most seconds of a rank for a step, without teacher and communication."""
+    watch()
     ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
     model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
     if config.lora_enabled:
@@ -123,11 +126,12 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         count = sum(int(objective.count(batch)) for batch in batches[:number])
         train_step(run, reducer, batches[:number], max(count, 1), config.learning_rate)
 
-    number, seconds = 1, timed(device, lambda: step(1))
-    if is_compiled or seconds <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
-        number = max(1, min(len(batches), int(PROBE_SECONDS / seconds)))
-        seconds = timed(device, lambda: step(number))
-    return config.accumulation_steps * seconds / number
+    number, seconds = 1, [timed(device, lambda: step(1))]
+    if is_compiled or seconds[0] <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
+        number = max(1, min(len(batches), int(PROBE_SECONDS / seconds.pop())))
+        while len(seconds) < PROBES and sum(seconds) < PROBES * PROBE_SECONDS:
+            seconds.append(timed(device, lambda: step(number)))
+    return tuple(config.accumulation_steps * each / number for each in (min(seconds), max(seconds)))
 
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
@@ -525,7 +529,7 @@ class Check:
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
             load = os.getloadavg()[0] if self.device.type == "cpu" else 0.0
             linear += f" beside other programs (load {load:.0f})" * (load > cores() + 1)
-            line([seconds], linear, "the teacher, " if config.distillation_enabled else "")
+            line(seconds, linear, "the teacher, " if config.distillation_enabled else "")
 
 
 def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size: int, teacher: Optional[Path]
