@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.command_line import CommandParser, filled, number
-from common.errors import SettingsError, local_path
+from common.errors import PaddockError, SettingsError, local_path
 from common.text import COMMANDS, PROGRAM
 from config import KINDS, START_FROM, Config, PreparationConfig
 from data_pipeline import mixture
@@ -18,6 +19,8 @@ from data_preparation_utils import NAMES, prepare_mixture, prepare_set
 from plan.command_line import export
 from plan.layers import read_flags
 from plan.make import make_plan
+from plan.names import or_run
+from tokenizer import load_tokenizer
 
 OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo", "prompts": "data/prompts"}
 # Flags that describe a source, and the corresponding fields of `Source`.
@@ -79,7 +82,7 @@ def flag_parser(kind: str, records: str) -> FlagParser:
                               initial_indent="  ", subsequent_indent="  "))
     parser = FlagParser(
         records, prog=f"{PROGRAM} {COMMANDS[KINDS[kind][1]]}",
-        usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
+        usage="%(prog)s\n         [SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings used here, from .env, the environment or as flags:
 {listed}
 An interrupted preparation continues where it stopped.""")
@@ -130,6 +133,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
+    compare_with_start(config)
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(
@@ -153,6 +157,18 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
         described = validation_split(described)
     folder = prepare_set(kind, described, output, options)
     return folder if only_plan else name_set(folder, source)
+
+
+def compare_with_start(config: Config) -> None:
+    """Raise SettingsError if the model that the settings name has other tokens than TOKENIZER_PATH."""
+    named, own = config.named_checkpoint, None
+    with suppress(PaddockError):  # the model may not be here yet, or have no tokenizer
+        own = named and load_tokenizer(or_run(named, config.output_dir))
+    used = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if own and (difference := own.differing_id(used)):
+        number, there, here = difference
+        raise SettingsError(f"TOKENIZER_PATH={config.tokenizer_path} is not the tokenizer of {named}: id "
+                            f"{number} is {there!r} there and {here!r} here; remove it, or name its model")
 
 
 def describe(folder: Path) -> list[str]:

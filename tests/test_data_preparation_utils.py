@@ -25,6 +25,7 @@ from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set
 from data_pipeline.source_files import Source
 from data_pipeline.sources import identity_of
+from data_pipeline.vocabulary import write_tiktoken
 from data_pipeline.workers import split_of
 from extensions.preparation_flags import describe, flag_parser, prepare_from_flags, used_settings
 from scripts.prepare import train_command
@@ -321,5 +322,9 @@ def test_examples_are_encoded_by_the_tokenizer_of_the_start(whole, tmp_path, mon
         used = flag_parser("chats", "").parse(flags)[1]
         assert read_manifest(folder)["tokenizer_sha256"] == load_tokenizer(used.tokenizer_path).sha256
         assert f"--pretrain-checkpoint {start}" in train_command("chats", folder, used)
+    other = tmp_path / "other.model"
+    write_tiktoken({bytes([id]): 255 - id for id in range(256)}, other)
+    with pytest.raises(SettingsError, match=rf"TOKENIZER_PATH={other} is not the tokenizer of .*: id \d+ is .* there and .* here; remove it"):
+        prepare_from_flags("chats", [*flags, "--tokenizer-path", str(other)])
     with pytest.raises(SettingsError, match="without effect here, remove --pretrain-checkpoint"):
         flag_parser("documents", "").refuse_unused(flags, *used_settings("documents"))

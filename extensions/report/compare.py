@@ -21,7 +21,7 @@ MOST_TESTED = 8  # runs
 FEWEST_AVERAGED = 6  # runs in a mean curve; page.js has the same number
 SEEDS = ("SEED", "DATA_SEED")
 ONE_SEED = ("One seed each: this compares models, not recipes. With other seeds, the order may be another; "
-            f"`{PROGRAM} decide --help` says how to compare recipes.")
+            f"{PROGRAM} decide --help says how to compare recipes.")
 
 
 # Settings of how a run is watched, kept and repeated do not change what it is.
