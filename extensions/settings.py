@@ -260,7 +260,7 @@ def evaluate_rules(c: Config) -> Iterator[str]:
     if c.metric and not every and stage in ("sft", "dpo"):
         yield f"METRIC={c.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
     if c.metric and not re.fullmatch(r"[\w.]+:\w+", c.metric):
-        yield f"METRIC={c.metric} does not have the form module:function"
+        yield f"METRIC={c.metric} does not have the form module:function; it is one function"
     if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", c.metric):
         yield f"METRIC={c.metric} is the name of another metric of answers; rename the function"
     is_kto = stage == "dpo" and c.preference_objective == "kto"

@@ -107,7 +107,8 @@ def check_packages() -> Iterator[Finding]:
     if not missing + untested + broken:
         yield Finding(OK, "packages", f"all {len(needed)} packages in requirements.txt are installed")
     extras = "requirements-extras.txt" if IS_CLONE else str(ROOT / "requirements-extras.txt")
-    if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
+    absent = [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]
+    if absent and not missing:
         yield Finding(LIMITS, "extras", f"not installed: {', '.join(absent)}; for serving, plots, "
                       f"TensorBoard and text metrics, run: {pip_install('-r', extras)}")
 

@@ -153,7 +153,9 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
         items = item_scores({"step": 0, **result.line})
         scores += [None if items and items.not_finite else items] * len(result.table)
     if compared_with:
-        greedy = run.config.model_copy(update={"sample_temperature": 0.0})
+        config = run.config
+        length = max(config.sample_tokens, config.generation_eval_tokens * bool(config.generation_eval_every))
+        greedy = config.model_copy(update={"sample_temperature": 0.0, "sample_tokens": length})
         answers = samples(run.model, run.inputs.tokenizer, greedy, 0, run.inputs.validation_rows)
     return Measured(run.progress.step, metrics, rows, scores, answers)
 

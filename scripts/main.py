@@ -6,6 +6,7 @@ command must have, as scripts/setup.sh's set_up takes it, and nothing if it work
 
 import ast
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -82,9 +83,11 @@ def requirements(name: str, words: list[str]) -> list[str]:
     if name in ("doctor", "test") or {"-h", "--help"} & {*words}:  # scripts/test.sh sets up itself
         return []
     is_plot = any(word.startswith(("--plot", "--figure")) for word in words)
+    is_scored = any(map(re.compile("--generation.eval.every").match, words))
     return ["requirements.txt", *[f"{EXTRAS}:starlette,uvicorn"] * ("--serve" in words),
             *[f"{EXTRAS}:matplotlib"] * is_plot,
-            *[f"{EXTRAS}:gguf"] * any(word.endswith("gguf") for word in words)]
+            *[f"{EXTRAS}:gguf"] * any(word.endswith("gguf") for word in words),
+            *[f"{EXTRAS}:rouge-score,sacrebleu"] * is_scored]
 
 
 def main() -> None:
