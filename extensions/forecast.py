@@ -451,7 +451,7 @@ class Check:
         items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in on_device._asdict().items()
                           if value or name not in ("frozen", "host", "offloaded", "process"))
         where = "of resident memory per process" if forecast.process else "per device"
-        if forecast.process and config.training_stage != "pretrain":  # measured for LoRA; shapes that vary leave gaps
+        if forecast.process and config.training_stage != "pretrain":  # shapes vary
             where += ", and up to half more after tens of steps"
         text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items})"
                 f"{host_text(forecast.offloaded, forecast.host)}; {owner} has "
