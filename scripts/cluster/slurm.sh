@@ -30,7 +30,7 @@ if [ -z "${SLURM_JOB_ID:-}" ] || [ ! -f scripts/launch.py ]; then
     exit 2
 fi
 # shellcheck disable=SC1091
-if ! python -c 'from importlib.util import find_spec; exit(not find_spec("torch"))' 2> /dev/null; then source .venv/bin/activate; fi
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 
 # Name the run after the job. The default name, the start time, would start a new run at each restart.
 grep -qs '^RUN_NAME=.' .env || export RUN_NAME="${RUN_NAME:-$SLURM_JOB_NAME}"

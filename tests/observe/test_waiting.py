@@ -7,6 +7,8 @@ import sys
 import pytest
 from commands import ROOT
 
+from parallel.process import WAITING
+
 PROGRAM = """
 import os, time
 import torch
@@ -44,7 +46,8 @@ print(*numbers)
 
 
 def thread_numbers(threads: int, **environment: str) -> list[int]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environment = {**kept, "OMP_NUM_THREADS": str(threads), **environment}
     printed = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120)
     return [*map(int, printed.stdout.split())]
 
