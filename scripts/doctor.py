@@ -97,7 +97,7 @@ def check_packages() -> Iterator[Finding]:
     untested = [f"{name} {present} ({wanted})" for name, (wanted, present) in needed.items()
                 if present and not fits(present, wanted)]
     if missing:
-        yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; {SET_UP}")
+        yield Finding(FAIL, "packages", f"not installed: {', '.join(missing)}; {SET_UP}")
     if untested:
         yield Finding(LIMITS, "packages", f"untested versions: {', '.join(untested)}; {SET_UP}")
     broken = [f"{each.name} ({each.why})" for each in damaged([ROOT / "requirements.txt"], whole=True)]
