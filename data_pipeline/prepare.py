@@ -550,8 +550,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
     elif requested == 0:
         yield f"Split: all {noun}s train, also those that other sets hold out (VALIDATION_FRACTION=0)"
     elif requested not in (None, HELD_OUT):
-        yield (f"Split: VALIDATION_FRACTION={requested:g} of the {noun}s are held out. If you mix this set "
-               "with others, use it for those too, so that none trains on what another holds out")
+        yield (f"Split: {percent(requested)} of the {noun}s are held out (VALIDATION_FRACTION). Prepare sets "
+               "that you mix with this one with the same setting, or they train on what is held out here")
     elif "cut_from_each" in manifest:
         yield ("Split: the end of each document is held out, because they are too few to hold out whole "
                "ones; another set of the same text may train on it")

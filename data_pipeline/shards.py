@@ -219,7 +219,7 @@ def read_data_manifest(folder: Path) -> Manifest:
 
 def source_of(folder: Path) -> tuple[str, ...]:
     """Return the source of a prepared set and its tokenizer's hash; () for another folder."""
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # or of another program
         manifest = read_json(folder / MANIFEST)
         source = manifest["source"]["sources"][0]
         return (source.get("path") or source["name"], source.get("config", ""),
@@ -231,9 +231,10 @@ def sets_beside(path: str | Path, tokenizer_sha256: str = "") -> list[str]:
     """Return the other prepared sets in a set's folder with its source, and its tokenizer or this one."""
     folder, real = Path(path), Path(path).resolve()
     *source, its_tokenizer = source_of(folder) or ("",)
-    others = [each for each in sorted(real.parent.iterdir()) if each != real] if source else []
-    return [str(folder.with_name(each.name)) for each in others if not each.is_symlink()
-            and source_of(each) == (*source, tokenizer_sha256 or its_tokenizer)]
+    others = sorted(real.parent.glob(f"*/{MANIFEST}")) if source else []
+    return [str(folder.with_name(each.parent.name)) for each in others
+            if each.parent != real and not each.parent.is_symlink()
+            and source_of(each.parent) == (*source, tokenizer_sha256 or its_tokenizer)]
 
 
 def read_as(schema: type[BaseModel], path: Path, advice: str) -> Any:

@@ -366,16 +366,20 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 def with_set_of_run(config: Config, folder: Path, tokenizer: Any, say: Callable[[str], None]) -> Config:
     """Return the settings with the set that a checkpoint's run read, if its path names another one now."""
     state, setting = store.read_state(folder), f"{config.training_stage}_data_path"
-    wanted, path = state.get("identity", {}).get(setting.upper()), config.data_path
+    saved, path = state.get("settings", {}), config.data_path
+    wanted = state.get("identity", {}).get(setting.upper())
+    # Flags may change the rows, and with them their identity.
+    of_rows = {name: saved[name.upper()] for name in ("max_seq_len", "total_batch_size", "micro_batch_size",
+                                                      "pair_truncation") if name.upper() in saved}
 
     def with_set(place: str) -> Optional[Config]:
-        there = config.model_copy(update={setting: place})
+        there = config.model_copy(update=of_rows | {setting: place})
         with suppress(PaddockError):  # of another tokenizer, or gone
             if open_rows(there, "train", tokenizer, "never").fingerprint == wanted:
-                return there
+                return config.model_copy(update={setting: place})
         return None
 
-    is_recorded = wanted and path and state["settings"].get(setting.upper()) == path
+    is_recorded = wanted and path and saved.get(setting.upper()) == path and not config.prepare_ahead
     if not is_recorded or not source_of(Path(path)) or with_set(path):
         return config
     for place in sets_beside(path, state["identity"]["TOKENIZER_PATH"]):

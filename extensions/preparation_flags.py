@@ -133,7 +133,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
-    compare_with_start(config)
+    if kind != "documents":  # a text may be for another model than `.env` names
+        compare_with_start(config)
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(

@@ -53,7 +53,7 @@ def look(threads: int) -> None:
             release, is_held = Event(), False
         elif not is_held and share > BUSY:
             is_held = True
-            for _ in range(1 + (os.cpu_count() - threads) // (threads - 1)):
+            for _ in range(1 + (len(os.sched_getaffinity(0)) - threads) // (threads - 1)):
                 Thread(target=hold, args=(release,), name="waiting", daemon=True).start()
 
 

@@ -67,6 +67,8 @@ def test_after_another_preparation_a_run_finds_the_set_that_it_read(tiny_run, pr
     capsys.readouterr()
     assert evaluate(run.folder, output=tmp_path / "found.json")["metrics"] == logged(run, 2)
     assert f"{link} is another set now than the one that the run read, which is used: {earlier}" in capsys.readouterr().err
+    call(run.folder, "--max-seq-len", 64, "--total-batch-size", 1 << 15)
+    assert f"which is used: {earlier}" in capsys.readouterr().err, "flags change the rows, but not the set"
     assert run.train(MAX_STEPS=3) == CheckpointError.exit_code
     assert f"(perhaps {earlier})" in capsys.readouterr().err
     assert run.train(MAX_STEPS=3, PRETRAIN_DATA_PATH=earlier) == 0
