@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -151,11 +152,12 @@ def not_importable(files: Sequence[Path]) -> dict[str, str]:
 def take_lock() -> None:
     """Wait until no other set-up of this environment is at work: to this one, its packages look damaged."""
     with suppress(OSError):  # the file could not be opened, or its file system has no locks
-        try:
-            fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_safely(f"Waiting for another set-up of {sys.prefix} ...", sys.stderr)
-            fcntl.flock(LOCK, fcntl.LOCK_EX)
+        for _ in range(20):  # another command that only looks is done within a second
+            with suppress(BlockingIOError):
+                return fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.1)
+        print_safely(f"Waiting for another set-up of {sys.prefix} ...", sys.stderr)
+        fcntl.flock(LOCK, fcntl.LOCK_EX)
 
 
 def main() -> None:

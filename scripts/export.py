@@ -192,7 +192,7 @@ def main() -> None:
         return show(f"Uploaded: {url}", f"Try it: {command(script, args.repo)}")
     copy_model(folder, sizes, args.output.expanduser(), weights)
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
-    show(f"Exported to {args.output} ({kind}, {counted(len(sizes), 'file')}).",
+    show(f"Exported to {args.output} ({kind}, {counted(len(sizes) + 1, 'file')} with {MANIFEST}).",
          f"Try it: {command(script, args.output.expanduser())}")
 
 

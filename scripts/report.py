@@ -128,6 +128,8 @@ def main() -> None:
     path = (folders[0].absolute().parent / "comparison.html" if len(args.run) > 1
             else (folders[0] if args.run else output) / "report.html")
     path = args.output or path
+    if len(args.run) > 1 and args.output is None and path.exists():
+        print_safely("Replacing the earlier comparison; --output FILE keeps both.", sys.stderr)
     with (disk_errors(path, CheckpointError, "name another file with --output"),
           atomic_write(path) as temporary):
         data = report.data()

@@ -100,7 +100,8 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]
                      "runs": [runs[place].name for place in members.values()], "n": count,
                      "mean": fmean(values) if values and is_finite else None,
                      "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None})
-    return made, [f"{row['name']}: {text}" for text in verdicts(made, by_seed, row)]
+    name = row["name"][:1].upper() + row["name"][1:]
+    return made, [f"{name}: {text}" for text in verdicts(made, by_seed, row)]
 
 
 def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, float]], row: dict[str, Any]

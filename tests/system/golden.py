@@ -43,7 +43,7 @@ INTENDED: list[tuple[str, str]] = [
     (r": samples.jsonl", "before the first step, the base answers; three prompts are answered instead of two")]
 # Names of settings and state that the reference does not record, or with another default.
 NEW_SETTINGS: list[str] = ["VALIDATION_DATA_PATH", "memory_forecast_gib", "DROPOUT", "LEARNING_RATE_FACTORS", "val_items",
-                           "first_val_loss"]
+                           "first_val_loss", "EXTENSIONS"]
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak_memory_bytes|[mh]fu|power_.*|"
