@@ -37,7 +37,7 @@ HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].it
 # has the settings of a list of values.
 CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
 TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-# Names for a number from which a setting follows: the setting, and what the number is multiplied by.
+# Names of numbers from which a setting is computed: the setting, and the factor.
 COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
 # Names for the data of TRAINING_STAGE, and for its validation data.
 DATA, VALIDATION = _TABLES["data"].split(), _TABLES["validation_data"].split()
@@ -49,9 +49,9 @@ MAY_REPEAT = _TABLES["may_repeat"].split()  # beside another name of the setting
 SHARES = ("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")  # unlike WARMUP_STEPS, never steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
            if name in ("save_every", "validate_every", "log_every")}
-# By trainer: its names, also those that are ours; the ones of its schedule; and its defaults, for all stages,
-# for one or an objective, and for adapters. `shown` and `note` are only printed; a note, unless a name of
-# `unless` is given.
+# For each trainer: its names (some are also ours), those of its schedule, and its defaults: for all stages,
+# for one stage or objective, and for adapters. `shown` and `note` are only printed; a note is left out if a
+# name of `unless` is given.
 TRAINERS: dict[str, dict[str, str]] = {}
 for _name, _entry in _TABLES["trainers"].items():
     _base = TRAINERS.get(_entry.pop("like", ""), {})
@@ -362,8 +362,8 @@ def imply_defaults(layer, layers: Sequence) -> None:
     if applied:
         layer.notes[f"{where} set"] = f"Defaults of {shown} that apply: {', '.join(applied)}"
     if others:
-        layer.notes[f"{where} other"] = (f"Defaults of {shown} that do not apply here: {', '.join(others)}. "
-                                         "Set what you need")
+        layer.notes[f"{where} other"] = (f"Defaults of {shown} that are not used: {', '.join(others)}. "
+                                         "Set those that you need")
 
 
 def settings_in(given: Mapping[str, tuple]) -> Config:

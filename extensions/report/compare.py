@@ -100,8 +100,7 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]
                      "runs": [runs[place].name for place in members.values()], "n": count,
                      "mean": fmean(values) if values and is_finite else None,
                      "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None})
-    name = row["name"][:1].upper() + row["name"][1:]
-    return made, [f"{name}: {text}" for text in verdicts(made, by_seed, row)]
+    return made, [f"{row['name']}: {text}" for text in verdicts(made, by_seed, row)]
 
 
 def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, float]], row: dict[str, Any]
@@ -117,7 +116,7 @@ def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, flo
         yield f"the same settings; their {len(values)} seeds span {span}, by chance"
         return
     if row["better"] is None:
-        yield "there is no common step, or no common items, so there is no verdict"
+        yield "the runs share no step and no items, so there is no verdict"
         return
     fewest = decide.fewest_pairs(error := decide.ERROR / (len(configurations) - 1))
     for place in range(1, len(configurations)):

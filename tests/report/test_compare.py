@@ -203,7 +203,7 @@ def test_finished_runs_of_other_lengths_are_compared_at_their_ends_and_not_at_th
             {"event": "start"}, {"event": "end", "reason": "stopped by a signal"})))
     begun = RunReader(runs[0].folder, "begun")
     begun.read()
-    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): there is no common step, or no common items, so there is no verdict"]
+    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): the runs share no step and no items, so there is no verdict"]
 
 
 def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
@@ -211,7 +211,7 @@ def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
     runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8})
     for run in runs:
         run.items = {"validation": {str(run.settings["LEARNING_RATE"])}}
-    assert comparison(runs)["sentences"] == ["validation loss at step 10: there is no common step, or no common items, so there is no verdict"]
+    assert comparison(runs)["sentences"] == ["validation loss at step 10: the runs share no step and no items, so there is no verdict"]
     for run in runs:
         run.items = {"validation": {"same", run.name}}
     assert "LEARNING_RATE=0.2 is better than LEARNING_RATE=0.1" in comparison(runs)["sentences"][0]
