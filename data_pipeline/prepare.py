@@ -553,8 +553,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
         yield (f"Split: {percent(requested)} of the {noun}s are held out (VALIDATION_FRACTION). Prepare sets "
                "that you mix with this one with the same setting, or they train on what is held out here")
     elif "cut_from_each" in manifest:
-        yield ("Split: the end of each document is held out, because they are too few to hold out whole "
-               "ones; another set of the same text may train on it")
+        yield ("Split: the end of each document is held out, because there are too few documents to hold "
+               "out whole ones. If you prepare this text again in another way, it may be trained on")
     elif (fraction or 0) > HELD_OUT:
         yield (f"Split: none of these {noun}s is in the {percent(HELD_OUT, 0)} that all sets hold out, so "
                f"others are held out here; another set may train on them")

@@ -158,7 +158,7 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
         load_extensions(planned.config, partial(checked.line, "extensions", mark="warn"))
     checked.complete(partial(make_plan, argv, None))
     plan = checked.planned
-    sources = [where for name, where in plan.sources.items() if name != "check"]
+    sources = [where for name, where in planned.sources.items() if name != "check"]
     implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in sources)
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")

@@ -225,7 +225,8 @@ def corrected(label: str, a: str, family: list[tuple[str, ItemScores, decide.Pai
     """Yield the tests (b, scores, test) of a metric against the run `a` for the page's data."""
     for (b, scores, test), p in zip(family, decide.holm([test.p for *_, test in family])):
         size = decide.size_text(test.difference, test.stderr, is_share(label))
-        better, result = None, f"these two models do not differ significantly, {a} and {b}: {size}"
+        signed = "-" * (test.difference < 0) + size
+        better, result = None, f"these two models do not differ significantly: {b} minus {a} is {signed}"
         if p < decide.ERROR:
             better = "b" if (test.difference < 0) == label.endswith("loss") else "a"
             names = (b, a) if better == "b" else (a, b)

@@ -135,7 +135,7 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
         assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
     assert [test["sentence"] for test in tests] == [
-        f"{label} at step 10: these two models do not differ significantly, a and same: {size} (p = 1, {items} items)"
+        f"{label} at step 10: these two models do not differ significantly: same minus a is {size} (p = 1, {items} items)"
         for label, size, items in (("validation loss", "0.0000", "16"), ("HellaSwag accuracy", "0.0 points", "1,000"))]
 
 

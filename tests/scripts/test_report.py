@@ -40,7 +40,7 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     second = shutil.copytree(folder, tmp_path / "runs" / "second")
     assert report("first", cwd=tmp_path).stdout.endswith("\nruns/first/report.html\n")
     sentence, *_, path = report("first", "second", cwd=tmp_path).stdout.splitlines()
-    assert "do not differ significantly, first and second" in sentence and path == f"{tmp_path}/runs/comparison.html"
+    assert "do not differ significantly: second minus first is " in sentence and path == f"{tmp_path}/runs/comparison.html"
     assert "second" in (tmp_path / "runs" / "comparison.html").read_text()
     for place in (second / "merged", tmp_path / "runs" / "model"):
         place.mkdir()
@@ -60,8 +60,14 @@ def test_a_figure_is_vector_graphics_of_the_width_and_joins_seeds(folder, tmp_pa
     report(folder, second, "--figure", tmp_path / "loss.pdf", "--log", "--width", "3.3in")
     pdf = (tmp_path / "loss.pdf").read_bytes()
     assert float(re.search(rb"/MediaBox \[ 0 0 ([\d.]+)", pdf)[1]) == pytest.approx(3.3 * 72) and b"/Subtype /Image" not in pdf
-    report(folder, second, "--figure", tmp_path / "loss.svg")
-    assert (tmp_path / "loss.svg").read_text().count("#0067b0") > 0 == (tmp_path / "loss.svg").read_text().count("#c04d00"), "one line for two seeds"
+    runs = [folder, second]
+    for seed in range(8, 12):
+        runs.append(shutil.copytree(second, tmp_path / "runs" / str(seed)))
+        (runs[-1] / "config.json").write_text(json.dumps(settings | {"SEED": seed}))
+    for count, has_second in ((2, True), (6, False)):
+        report(*runs[:count], "--figure", tmp_path / "loss.svg")
+        drawn = (tmp_path / "loss.svg").read_text()
+        assert "#0067b0" in drawn and ("#c04d00" in drawn) == has_second, "one line for six seeds, not for two"
     assert "argument --width" in report(folder, "--figure", "x.pdf", "--width", "wide", code=2).stderr
 
 
