@@ -200,7 +200,7 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
         metrics,
         {"name": choices.name, "items": choices.sha256, "n": n, "correct": correct,
          "correct_norm": correct_norm},
-        f"Accuracy: {100 * acc:.1f} ± {100 * stderr:.1f} % | Accuracy (per length): {100 * acc_norm:.1f} % | "
-        f"N: {n} | Chance: {100 * choices.chance:.1f} %",
+        f"Accuracy: {100 * acc:.1f} ± {100 * stderr:.1f} % | Accuracy (per character): "
+        f"{100 * acc_norm:.1f} % | N: {n} | Chance: {100 * choices.chance:.1f} %",
         [Row(choices.title, name, share, schema.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])

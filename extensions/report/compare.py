@@ -32,7 +32,7 @@ WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT",
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
 # Metrics with a score for each item, and what follows the evaluation's name in their titles.
-METRICS = {"correct": "accuracy", "correct_norm": "length-normalized accuracy", "loss": "loss",
+METRICS = {"correct": "accuracy", "correct_norm": "accuracy per character", "loss": "loss",
            "preferred": "preference accuracy", "reward": "reward", "exact": "exact match",
            "rouge_l": "ROUGE-L"}
 

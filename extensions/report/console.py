@@ -42,7 +42,7 @@ COLUMNS = {"train_loss": ("loss", 3, 6), "reward": ("reward", 3, 6), "reward_acc
            "reward_margin": ("margin", 2, 6), "cross_entropy": ("ce", 3, 6), "divergence": ("div", 3, 6),
            "learning_rate": ("lr", 9, 7), "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", None, 7)}
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
-         "Accuracy (per length)": "per length"}
+         "Accuracy (per character)": "per character"}
 COMPARED, SCANNED = 32, 1 << 26  # tokens: of the start of a document, and of a source, to compare documents
 AT_ONCE = 256  # examples
 

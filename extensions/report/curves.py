@@ -44,7 +44,7 @@ HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 FEW = 5  # values of a curve that together say where it is
 CHANCE = {"hellaswag": 0.25, "val_reward_accuracy": 0.5}  # of runs that do not log it
-ACCURACIES = {"_acc": "", "_acc_norm": " (per length)"}
+ACCURACIES = {"_acc": "", "_acc_norm": " (per character)"}
 
 
 def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Optional
 
-METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per length)"}
+METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per character)"}
 SHARES = re.compile(r"(.*_)?acc(_norm)?|.*(accuracy|exact.match|rouge|bleu).*|[mh]fu\b.*", re.IGNORECASE)
 
 
