@@ -188,12 +188,15 @@ def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     # Score on one rank, because importing the packages takes seconds.
     final = [*map(final_answer, answers, prompts)], [*map(final_answer, references, prompts)]
     metrics, scores = ranks.on_rank0(lambda: score_texts(*final))
-    metrics |= ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references))
-    user_metrics = [config.metric.rpartition(":")[2]] if config.metric else []
+    user_metrics, own = [config.metric.rpartition(":")[2]] if config.metric else [], {}
+    if config.metric:
+        own = {"own": ranks.on_rank0(lambda: own_scores(config.metric, prompts, answers, references))}
+        metrics |= {f"generation_{user_metrics[0]}": sum(own["own"]) / len(answers),
+                    f"generation_{user_metrics[0]}_stderr": standard_error(np.array(own["own"]))}
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
-            **scores, "texts": texts}
+            **scores, **own, "texts": texts}
     kind = "" if (words := bleu_tokenizer(references)) == "13a" else f" ({words})"
     shown = {"Exact match": "exact_match", "ROUGE-L": "rouge_l", f"BLEU{kind}": "bleu",
              **{name: name for name in user_metrics}}
@@ -260,19 +263,18 @@ def check_metric(config: Config, tokenizer, held_out: Sequence[HeldOut]) -> None
     function_of(config.metric).check([(prompt, json.dumps(record))], "change the function")
 
 
-def own_score(metric: str, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
-              ) -> dict[str, float]:
-    """Return the mean of METRIC's function over the answers, with its standard error."""
-    values, name = [], f"generation_{metric.rpartition(':')[2]}"
-    for prompt, answer, reference in zip(prompts, answers, references) if metric else ():
+def own_scores(metric: str, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
+               ) -> list[float]:
+    """Return the score that METRIC's function gives to each answer."""
+    values = []
+    for prompt, answer, reference in zip(prompts, answers, references):
         reply = function_of(metric)(prompt, answer, json.dumps({"answer": reference}))
         if isinstance(reply, str):
             raise SettingsError(f"METRIC={metric} has no score for the answer {answer[:200]!r}: {reply}; the "
                                 "function gets prompt, answer and record, whose \"answer\" is the reference, "
                                 "and must return a finite number")
         values.append(reply[0])
-    error = standard_error(np.array(values))
-    return {name: sum(values) / len(values), f"{name}_stderr": error} if metric else {}
+    return values
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: Optional[Rows] = None

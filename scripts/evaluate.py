@@ -160,13 +160,13 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
     return Measured(run.progress.step, metrics, rows, scores, answers)
 
 
-def paired_tests(before: Measured, after: Measured) -> list:
-    """Return the paired test of each row, or None."""
+def paired_tests(before: Measured, after: Measured, own: str) -> list:
+    """Return the paired test of each row, or None; `own` is the name of METRIC's function."""
     from extensions.decide import compare_items
 
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):
-        name = PAIRED.get(row.metric)
+        name = {own: "own", **PAIRED}.get(row.metric)
         is_same = one and other and one.items == other.items and name in one.scores
         a, b = (each.scores[name] for each in (one, other)) if is_same else (None, None)
         tests.append(None if a is None else compare_items(a, b, other.scores.get("count")))
@@ -247,7 +247,8 @@ def main() -> None:
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
     is_validated = any(row.name == "validation" for row in found.rows)
     how = f"{dtype} on {device}{', compiled' * (is_validated and not why_not_compile(config, device.type))}"
-    tests = [test for each in before for test in paired_tests(each, found)]
+    own = config.metric.rpartition(":")[2]
+    tests = [test for each in before for test in paired_tests(each, found, own)]
     if found.rows:
         names = [f"{each}{f' (step {result.step:,})' if result.step else ''}"
                  for each, result in zip([*earlier, folder], [*before, found])]

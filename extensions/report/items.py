@@ -11,7 +11,7 @@ from checkpoint.schema import REWARD, VALIDATION, read_entries
 from extensions.decide import ERROR, FEWEST, Paired, compare_items
 
 BITS = ("correct", "correct_norm", "exact", "preferred")  # booleans in the order of the items
-NUMBERS = ("loss", "count", "rouge_l", "reward")
+NUMBERS = ("loss", "count", "rouge_l", "reward", "own")  # `own` are the scores by METRIC
 LARGEST = 1e30  # larger numbers have infinite sums of squares
 NOT_TRIVIAL = 0.01  # rise of a loss, as a share of its best, from which it counts
 

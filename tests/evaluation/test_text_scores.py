@@ -19,10 +19,11 @@ from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
 from extensions.inference.weights import load_model
 from extensions.report.console import describe_data
-from extensions.report.items import read_item_scores, unpacked_bits
+from extensions.report.items import item_scores, read_item_scores, unpacked_bits
 from parallel.ranks import Ranks, RunContext, StopSignals
 from plan.layers import read_flags
 from plan.make import make_plan
+from scripts.evaluate import Measured, paired_tests
 from tokenizer import load_tokenizer
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,
@@ -126,8 +127,15 @@ def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, s
     names = "generation_letters", "generation_letters_stderr"
     mean, error = (measured.metrics[name] for name in names)
     assert len(scored) == 4 and min(scored) > 0 and mean > 0 and error > 0 and "letters" in [row.metric for row in measured.table]
+    items = item_scores({"step": 0, **measured.line})
+    own = items.scores["own"]
+    assert own[:4] == pytest.approx(scored) and own.mean() == pytest.approx(mean)
+    before, after = (Measured(0, {}, measured.table, [each] * len(measured.table), []) for each in (
+        items._replace(scores=items.scores | {"own": 2 * own}), items))
+    tests = dict(zip([row.metric for row in measured.table], paired_tests(before, after, "letters")))
+    assert (tests["letters"].difference, tests["rouge_l"].difference) == (pytest.approx(-mean), 0) and tests["bleu"] is None
     pairs = ("ab", "x", "b"), ("ab", "b", "b"), ("ab", "b", "c")
-    assert evaluate.own_score("scores:same", *zip(*pairs))["generation_same"] == pytest.approx(1 / 3)
+    assert evaluate.own_scores("scores:same", *zip(*pairs)) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("metric, words", [
