@@ -146,7 +146,7 @@ class ModelConfig(Section):
     init_copy: bool = by_content(
         False, "start attention heads that copy what they attend to: WO is WV transposed")
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
-        "auto", "attention kernel; auto = the fastest available, on a CPU our `blocks` and `grouped`")
+        "auto", "attention kernel; auto = the fastest available, on a CPU our own `blocks` and `grouped`")
     activation_checkpointing: Literal["none", "selective", "block"] = safe(
         "none", "recompute activations: per block, or selectively by ACTIVATION_MEMORY_BUDGET")
     activation_memory_budget: float = safe(

@@ -554,7 +554,7 @@ def describe_split(manifest: dict) -> Iterator[str]:
                "that you mix with this one with the same setting, or they train on what is held out here")
     elif "cut_from_each" in manifest:
         yield ("Split: the end of each document is held out, because there are too few documents to hold "
-               "out whole ones. If you prepare this text again in another way, it may be trained on")
+               "out whole ones. Another set of the same text may train on these ends")
     elif (fraction or 0) > HELD_OUT:
         yield (f"Split: none of these {noun}s is in the {percent(HELD_OUT, 0)} that all sets hold out, so "
                f"others are held out here; another set may train on them")

@@ -44,7 +44,7 @@ DATA, VALIDATION = _TABLES["data"].split(), _TABLES["validation_data"].split()
 OTHER_WAYS |= dict.fromkeys(VALIDATION, "VALIDATION_DATA_PATH names the validation data of the stage")
 BETAS = _TABLES["by_objective"].split()  # names for DPO_BETA, or what replaces it in another objective
 LENGTHS = {"max_steps", "epochs"}
-UNLIMITED = _TABLES["unlimited_if_null"].split()  # null is no limit there, and 0 none here
+UNLIMITED = _TABLES["unlimited_if_null"].split()  # null there and 0 here mean no limit
 MAY_REPEAT = _TABLES["may_repeat"].split()  # beside another name of the setting with the same value
 SHARES = ("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")  # unlike WARMUP_STEPS, never steps
 PERIODS = {alias: name for alias, name in ALIASES.items()  # which may be a share of the steps
@@ -162,7 +162,7 @@ def accept(layer, alias: str, value: Any, where: str) -> bool:
     if value is None and form in UNLIMITED:
         layer.put(setting, "0", where)
         layer.named[form] = ("0", where)
-        layer.notes[setting] = f"{shortened(alias)} without a value is no limit: {setting.upper()}=0"
+        layer.notes[setting] = f"{shortened(alias)} without a value means no limit: {setting.upper()}=0"
     elif value is None and setting in LEARNING:
         before = layer.notes.get("null", "Without a value, so that other layers or defaults decide:")
         layer.notes["null"] = f"{before} {shortened(alias)}"

@@ -161,9 +161,9 @@ class Run:
         """Return why the run takes no more steps, and what continues it."""
         progress, config = self.progress, self.config
         if progress.step >= config.max_steps:
-            longer = f"set MAX_STEPS above {progress.step}"
-            longer = f"raise EPOCHS={config.epochs:g}" if config.epochs else longer
-            return f"To continue, {longer}; for a new run, set another RUN_NAME."
+            epochs = f"raise EPOCHS={config.epochs:g}" if config.epochs else ""
+            return (f"To continue, {epochs or f'set MAX_STEPS above {progress.step}'}; for a new run, set "
+                    "another RUN_NAME.")
         if not self.finished:
             return f"STOP_STEP={config.stop_step}: to continue, remove it or set it above {progress.step}."
         step = progress.best_step

@@ -68,7 +68,7 @@ def required(path: Path) -> list[str]:
 
 
 def installed() -> dict[str, list[Path]]:
-    """Return the .dist-info folders of this environment by package. It has no others of its own."""
+    """Return the .dist-info folders of this environment by package, without those it inherits."""
     found: dict[str, list[Path]] = {}
     for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for info in Path(place).glob("*.dist-info"):

@@ -113,7 +113,7 @@ def main() -> None:
                       key=os.path.getmtime, reverse=True)
     folders = [find_run(name, flags) for name in args.run] or [each.parent for each in settings]
     if not folders:
-        raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")
+        raise CheckpointError(f"{output} contains no runs; name the folder of a run, or set OUTPUT_DIR")
     report = Report(folders, is_overview=not args.run)
     report.read()
     if args.figure:

@@ -34,7 +34,7 @@ set_up() {
         # Pin the installed torch, so that no requirement replaces it.
         { torch=$(python -c 'from importlib.metadata import version; print(version("torch"))'); } 2> /dev/null
         wanted=$(grep -v '^torch[<>=]' <<< "$wanted")$'\n'torch==$torch
-        echo "Installing the packages beside torch ..."
+        echo "Installing the other packages ..."
     fi
     install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install $names; run the same command to try again" >&2; exit 1; }
     touch "${stamps[@]}" 2> /dev/null || true  # may fail in another user's environment

@@ -116,7 +116,7 @@ def verdicts(configurations: list[dict[str, Any]], by_seed: list[dict[tuple, flo
         yield f"the same settings; their {len(values)} seeds span {span}, by chance"
         return
     if row["better"] is None:
-        yield "the runs share no step and no items, so there is no verdict"
+        yield "the runs have no step or items in common, so they cannot be compared"
         return
     fewest = decide.fewest_pairs(error := decide.ERROR / (len(configurations) - 1))
     for place in range(1, len(configurations)):
@@ -214,7 +214,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
                     test = decide.compare_items(a.scores[metric], b.scores[metric], a.scores.get("count"))
                     families.setdefault(f"{title} {METRICS[metric]}", []).append((run.name, a, test))
                 continue
-            refused.append(f"{title}: {names[0]} and {names[1]} {reason}, so there is no test")
+            refused.append(f"{title}: {names[0]} and {names[1]} {reason}, so they are not compared")
     made = [test for label in sorted(families, key=is_share)  # losses first
             for test in corrected(label, runs[0].name, families[label])]
     return made, refused

@@ -99,7 +99,7 @@ def test_neither_the_first_step_nor_a_failed_run_is_tested(tmp_path, right, monk
             for name, step in (("a", 5), ("b", 10), ("c", 10))]
     assert comparison(runs[:2])["sentences"][0] == (
         "No items of the same evaluation say which run is better. "
-        "HellaSwag: a and b did not score the same items at the same step (last at 5 and 10), so there is no test.")
+        "HellaSwag: a and b did not score the same items at the same step (last at 5 and 10), so they are not compared.")
     monkeypatch.setattr("extensions.report.compare.has_failed", lambda run: run.name == "a")
     assert {(test["a"], test["b"], test["step"]) for test in comparison(runs)["tests"]} == {("b", "c", 10)}
 
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
     found = comparison(runs)
     assert [cell["value"] for cell in found["results"][0]["cells"]] == [2.5, 2.5, 2.5, None], "at step 10, not at the last finite one"
     assert found["configurations"] == []
-    assert found["refused"] == ["validation: a and nan have NaN or infinite scores at step 10 (nan), so there is no test"]
+    assert found["refused"] == ["validation: a and nan have NaN or infinite scores at step 10 (nan), so they are not compared"]
     assert [(test["name"], test["a"], test["b"], test["step"]) for test in found["tests"]] == [
         *(("validation loss", "a", other, 10) for other in "bc"), *(("HellaSwag accuracy", "a", other, 10) for other in ("b", "c", "nan"))]
     assert found["sentences"] == [test["sentence"] for test in found["tests"]] + [ONE_SEED], "each other run against the first"
@@ -147,7 +147,7 @@ def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):
                 for name, shift in (("a", 0.0), ("b", 0.5))]
         found = comparison(runs)
         assert bool(found["tests"]) == (refused is None)
-        assert found["refused"] == [f"validation: a{count} and b{count} share {refused}, and a verdict needs 10, so there is no test"] * bool(refused)
+        assert found["refused"] == [f"validation: a{count} and b{count} share {refused}, and a verdict needs 10, so they are not compared"] * bool(refused)
         assert ("p < 0.0001, 10 chats" in found["sentences"][0]) == (refused is None) and not any("±" in each for each in found["sentences"][:-1] if refused)
 
 
@@ -203,7 +203,7 @@ def test_finished_runs_of_other_lengths_are_compared_at_their_ends_and_not_at_th
             {"event": "start"}, {"event": "end", "reason": "stopped by a signal"})))
     begun = RunReader(runs[0].folder, "begun")
     begun.read()
-    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): the runs share no step and no items, so there is no verdict"]
+    assert comparison([begun, *runs[1:]])["sentences"] == ["validation loss (last): the runs have no step or items in common, so they cannot be compared"]
 
 
 def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
@@ -211,7 +211,7 @@ def test_losses_on_other_items_have_no_verdict_over_seeds(seeded):
     runs = seeded({0.1: [2.0] * 8, 0.2: [1.0] * 8})
     for run in runs:
         run.items = {"validation": {str(run.settings["LEARNING_RATE"])}}
-    assert comparison(runs)["sentences"] == ["validation loss at step 10: the runs share no step and no items, so there is no verdict"]
+    assert comparison(runs)["sentences"] == ["validation loss at step 10: the runs have no step or items in common, so they cannot be compared"]
     for run in runs:
         run.items = {"validation": {"same", run.name}}
     assert "LEARNING_RATE=0.2 is better than LEARNING_RATE=0.1" in comparison(runs)["sentences"][0]

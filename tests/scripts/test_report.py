@@ -47,7 +47,7 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").touch()
     assert report(cwd=tmp_path).stdout == "runs/report.html\n", "without a name, all runs, but no models"
-    assert "there is no run in runs" in report(cwd=folder, code=5).stderr
+    assert "runs contains no runs" in report(cwd=folder, code=5).stderr
     assert report(folder, second, "--output", tmp_path / "both.html").stdout.endswith(f"{tmp_path}/both.html\n")
 
 
