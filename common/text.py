@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -40,12 +41,11 @@ CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
                       r"\ud800-\udfff]")
 
 STATUS_SECONDS = 0.5  # between updates of the status line
+QUIET_SECONDS = 20  # without a line, after which a log or a pipe gets one
+_written = 0.0  # when a line was written
 WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
-# The names of control tokens in a rendered chat.
-CONTROL_TOKENS = re.compile(
-    r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 ESCAPES = re.compile(r"\x1b\[\d*m")
 STARTERS = r"(?:paddock|python[\d.]*|bash|torchrun)"
 COMMAND = re.compile(rf"(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # quoted if its path has a space
@@ -105,33 +105,41 @@ def wrapped(line: str, width: int) -> str:
 
 def above_status(stream: TextIO):
     """Return a `with` block that prints above the progress bars and the status line of a terminal."""
+    global _written
+    _written = time.monotonic()
     progress = sys.modules.get("tqdm")
     return progress.tqdm.external_write_mode(stream) if progress else nullcontext()
 
 
 @contextmanager
 def status_line(describe: Callable[[], str]) -> Iterator[None]:
-    """A `with` block in which a terminal's last line shows what is done, and how long the block takes."""
+    """A `with` block that says what is done, and how long the block takes.
+
+    It is the last line of a terminal. Elsewhere it is printed after silences of 20, 40, 80 s ...
+    """
     from tqdm import tqdm
 
-    streams = sys.stdout, sys.stderr
-    is_seen = os.environ.get("LOCAL_RANK", "0") == "0" and all(map(obeys_escapes, streams))
-    ended = threading.Event()
+    is_first, ended = os.environ.get("LOCAL_RANK", "0") == "0", threading.Event()
+    is_seen = is_first and all(map(obeys_escapes, (sys.stdout, sys.stderr)))
     with tqdm(desc=printable(describe()), bar_format="  {desc}  {elapsed}", leave=False, dynamic_ncols=True,
               disable=not is_seen) as bar:
         def follow() -> None:
+            started, patience = time.monotonic(), QUIET_SECONDS
             while not ended.wait(STATUS_SECONDS):
-                bar.set_description_str(printable(describe()))
+                now = time.monotonic()
+                if is_seen:
+                    bar.set_description_str(printable(describe()))
+                elif is_first and now - max(started, _written) > patience:
+                    print_safely(f"  {describe()}, after {duration(now - started)}", sys.stderr)
+                    patience *= 2
 
         thread = threading.Thread(target=follow, daemon=True)
-        if is_seen:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if is_seen:
-                thread.join()
+            thread.join()
 
 
 def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optional[OSError]:
@@ -254,11 +262,6 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that passes its first text on to `warn`, and drops the others."""
     waiting = [warn]
     return lambda text: waiting.pop()(text) if waiting else None
-
-
-def without_control_tokens(prompt: str) -> str:
-    """Return a rendered chat without the names of control tokens, for people."""
-    return CONTROL_TOKENS.sub("\n", prompt).strip("\n")
 
 
 def last_line(text: str) -> str:

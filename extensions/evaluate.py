@@ -23,7 +23,7 @@ from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import json_sha256
-from common.text import command, pip_install, printable, without_control_tokens
+from common.text import command, pip_install, printable
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
@@ -44,7 +44,7 @@ from extensions.decide import standard_error
 from extensions.inference.engine import Sampling, generate, never_sample
 from extensions.inference.weights import base_of_adapters, load_for_use, merge, packed_weights
 from extensions.online import Rewards
-from extensions.report.numbers import number_text
+from extensions.report.numbers import number_text, without_control_tokens
 from extensions.rewards import final_answer
 from extensions.settings import evaluate_rules, prompts_to_answer
 from learn.objectives import reference_is_live, reference_is_stored

@@ -286,7 +286,7 @@ class Check:
                 shown = [[token] if target in (IGNORE_INDEX, after) else [token, target]
                          for token, target, after in zip(tokens, targets, [*tokens[1:], None])]
                 text = self.tokenizer.decode(sum(shown, []))
-                self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
+                self.line("example", repr(text if len(text) <= 300 else text[:300] + "..."))
         if config.training_stage == "grpo" and (config.validate_every or not config.distillation_enabled):
             with self.entry("reward"):
                 notes = [f"REWARD={config.reward}: all functions can be imported"]

@@ -22,7 +22,9 @@ import csv
 import json
 import random
 import sys
+import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -31,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
-from common.text import aligned, print_safely, show, status_line, without_control_tokens  # noqa: E402
-from extensions.report.numbers import number_text  # noqa: E402
+from common.text import aligned, duration, print_safely, show, status_line  # noqa: E402
+from extensions.report.numbers import metric_title, number_text, result_text, without_control_tokens  # noqa: E402
 from plan.layers import read_flags  # noqa: E402
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
@@ -102,8 +104,6 @@ def read_bundle(folder: Path, limit: Optional[int]) -> list[dict]:
 
 
 def table(rows) -> list[str]:
-    from extensions.report.numbers import metric_title, result_text
-
     cells = [("", "metric", "value", "chance", "n")]
     for row in rows:
         error = None if row.n == 1 else row.stderr  # of one item it is unknown
@@ -176,8 +176,6 @@ def paired_tests(before: Measured, after: Measured, own: str) -> list:
 def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     """Return the lines of the table and the answers."""
     from extensions.decide import FEWEST
-    from extensions.report.numbers import metric_title, result_text
-
     cells = [("", "metric", "before", "after", "difference", "p", "n")]
     for first, last, test in zip(before.rows, after.rows, tests):
         change, has_test = last.value - first.value, test is not None and test.n >= FEWEST
@@ -223,12 +221,15 @@ def main() -> None:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
-        results = []
+        results: list[Measured] = []
         for each in (*earlier, folder):
-            if earlier:
-                say(f"Evaluating {each}")
-            with status_line(lambda: "evaluating"):
+            begun = time.monotonic()
+            with status_line(partial("evaluating {}".format, each)):
                 results.append(measure(each, config, args, context, folder if earlier else None))
+            if earlier:
+                values = [f"{row.name} {metric_title(row.metric)} {result_text(row.metric, row.value)}"
+                          for row in results[-1].rows]
+                say(f"{each}, in {duration(time.monotonic() - begun)}: {', '.join(values)}")
         *before, found = results
         is_rank0, device = ranks.is_rank0, ranks.device
         if harness:

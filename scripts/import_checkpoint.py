@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -135,6 +136,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[s
             reader = Reader(stream)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         stored = {each.name: dequantized(gguf, each) for each in reader.tensors}
+        types = Counter(each.tensor_type.name for each in reader.tensors)
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError,
             NotImplementedError) as error:
         raise CheckpointError(f"{file} {unreadable(error, 'use another file')}") from error
@@ -161,6 +163,9 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, LazyTensor], dict[s
         if (tensor := stored.pop(gguf_name(name), None)) is not None:
             rotated = tensor if kind in HALVES else huggingface.permuted(name, tensor, config, True)
             stored[huggingface.huggingface_name(name)] = rotated
+    stored_as = " and ".join(f"{number:,} as {name}" for name, number in types.most_common())
+    show(f"Reading {file.name} ({file.stat().st_size / 1e6:,.0f} MB): its tensors, {stored_as}, become "
+         "float32.")
     return content, stored, fields
 
 

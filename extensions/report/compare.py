@@ -11,8 +11,8 @@ import numpy as np
 from checkpoint.schema import REWARD, VALIDATION
 from common.text import PROGRAM, counted, setting_text
 from extensions import decide
-from extensions.report.curves import Curve, task_names
-from extensions.report.data import NOT_COMPARED, RunReader
+from extensions.report.curves import Curve, rounded, task_names
+from extensions.report.data import NOT_COMPARED, SPEEDS, RunReader
 from extensions.report.items import ItemScores, read_item_scores
 from extensions.report.numbers import is_share
 from plan.command_line import describe_settings
@@ -151,6 +151,11 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     are_finished = all(run.state()[0] == "finished" for run in runs)
     for name, (label, better) in titles(runs).items():
         curves = [run.curves.get(name, Curve()) for run in runs]
+        if name in SPEEDS:  # a single step says nothing of a speed, and other programs may have run
+            yield {"name": f"{label} (recent median)", "better": better,
+                   "cells": [{"value": rounded(np.median(curve.recent)), "stderr": None,
+                              "step": curve.newest[1]} if len(curve.recent) else None for curve in curves]}
+            continue
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
         # A run that failed does not shorten the others.
         steps = [{*curve.x} for run, curve in zip(runs, curves)

@@ -21,13 +21,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
-from common.text import PROGRAM, counted, duration, setting_text, without_control_tokens
+from common.text import PROGRAM, counted, duration, setting_text
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
 from extensions.report.items import item_scores, trends
-from extensions.report.numbers import number_text
+from extensions.report.numbers import number_text, without_control_tokens
 from plan.command_line import describe_settings
 from run.folder import segment_files
 

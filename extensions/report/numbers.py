@@ -5,6 +5,9 @@ import re
 from typing import Optional
 
 METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per character)"}
+# The names of control tokens in a rendered chat.
+CONTROL_TOKENS = re.compile(
+    r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
 SHARES = re.compile(r"(.*_)?acc(_norm)?|.*(accuracy|exact.match|rouge|bleu).*|[mh]fu\b.*", re.IGNORECASE)
 
 
@@ -37,3 +40,8 @@ def metric_title(metric: str) -> str:
 def result_text(metric: str, value: Optional[float], stderr: Optional[float] = None) -> str:
     """Return a metric's value with its standard error; shares as percentages."""
     return number_text(value, stderr, is_share(metric))
+
+
+def without_control_tokens(prompt: str) -> str:
+    """Return a rendered chat without the names of control tokens."""
+    return CONTROL_TOKENS.sub("\n", prompt).strip("\n")

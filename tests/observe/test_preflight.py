@@ -14,7 +14,7 @@ from plan.make import make_plan
 from plan.names import validate
 from tokenizer import load_tokenizer
 
-NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",
+NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "example", "evaluation", "start", "memory",
          "disk", "speed"]
 
 

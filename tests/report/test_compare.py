@@ -72,10 +72,11 @@ def right():
 
 def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     settings = {"MAX_STEPS": 20, "LEARNING_RATE": 0.1, "HELLASWAG_NAME": "stories", "RUN_NAME": "x"}
-    metrics = [{"step": 10, "val_loss": 2.0, "val_loss_stderr": 0.1, "hellaswag_acc": 0.5},
+    metrics = [*({"step": step, "tokens_per_second": 900 + 10 * step} for step in (3, 4, 5)),
+               {"step": 10, "val_loss": 2.0, "val_loss_stderr": 0.1, "hellaswag_acc": 0.5, "tokens_per_second": 5},
                {"step": 20, "val_loss": 2.5, "val_loss_stderr": 0.2, "hellaswag_acc": 0.6, "hellaswag_stderr": 0.01}]
     a = write_run(tmp_path / "a", settings, metrics, scored(10, right[0], shift=0.1) + scored(20, ~right[0]))
-    b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "COMPILE": True, "LOG_EVERY": 3, "SAVE_EVERY": 7}, metrics[:1],
+    b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "COMPILE": True, "LOG_EVERY": 3, "SAVE_EVERY": 7}, metrics[:4],
                   scored(10, right[1]))
     found = comparison([a, b])
     assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "COMPILE", "values": [None, "true"]}], \
@@ -84,6 +85,7 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}, {"value": 2.0, "stderr": 0.1, "step": 10, "is_better": True}]
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
     assert rows["stories accuracy at step 10"][0] == {"value": 0.5, "stderr": None, "step": 10}
+    assert rows["tokens per second (recent median)"][1] == {"value": 935, "stderr": None, "step": 10}, "not that of the last step"
     loss, accuracy = found["tests"]
     assert accuracy["sentence"] == "stories accuracy at step 10: of these two models, b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from checkpoint.schema import read_lines
 from common.files import FileLock
-from common.text import without_control_tokens
 from extensions.report.curves import Curve, as_json, points_per_curve
 from extensions.report.data import LogFile
 from extensions.report.goodput import KILLED
+from extensions.report.numbers import without_control_tokens
 from extensions.report.page import Report, as_text
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import time
 
 from commands import python
 from factories import TINY, argv_of
@@ -44,6 +45,22 @@ def test_a_status_line_follows_and_makes_room_for_other_text(monkeypatch):
         text.show("two")
     assert "\r  step 0: \\x1b  00:00" in screen.getvalue() and "\r  step 2: \\x1b  00:0" in screen.getvalue()
     assert what_stays(screen.getvalue()).strip() == "one\ntwo"
+
+
+def test_a_log_gets_a_line_after_each_longer_silence(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(text, "STATUS_SECONDS", 0.001)
+    monkeypatch.setattr(text, "QUIET_SECONDS", 0.01)
+    begun = time.monotonic()
+    with text.status_line(lambda: "step 3: forward"):
+        while log.getvalue().count("\n") < 4:
+            time.sleep(0.001)
+    assert set(log.getvalue().splitlines()) == {"  step 3: forward, after 0 s"} and time.monotonic() - begun > 0.15, "10, 20, 40, 80 ms"
+    monkeypatch.setattr(text, "QUIET_SECONDS", 60)
+    with text.status_line(lambda: "step 4: forward"):
+        time.sleep(0.05)
+    assert "step 4" not in log.getvalue()
 
 
 # A run

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 import unicodedata
 
@@ -113,7 +114,7 @@ def test_every_type_is_the_model(name, gguf, tmp_path, transformers):
             assert (logits(tmp_path / kind) - logits(folder, gguf_file=str(tmp_path / f"{kind}.gguf"))).abs().max() < 1e-4
 
 
-def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_path):
+def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_path, capsys):
     folder, file, output = save(tmp_path / "model"), tmp_path / "f16.gguf", tmp_path / "out"
     script.convert(folder, file, "f16")
     other = save(tmp_path / "other", pairs=b"hsnioate")
@@ -122,6 +123,7 @@ def test_a_file_is_imported_with_the_tokens_of_its_own_tokenizer_only(gguf, tmp_
     with pytest.raises(SettingsError, match="--rope-scaling-factor is for Meta's format only; remove it"):
         import_checkpoint(file, output, str(folder), 8.0)
     import_checkpoint(file, output, str(folder))
+    assert re.search(r"Reading f16.gguf \(\d+ MB\): its tensors, \d+ as F16 and \d+ as F32, become float32\.", capsys.readouterr().out)
     assert {tensor.dtype for tensor in huggingface.load_model_weights(output).values()} == {torch.float32}
     content = file.read_bytes()
     for damaged in (content[:-1000], content[:5000], b"", b"version https://git-lfs.github.com/spec/v1"):

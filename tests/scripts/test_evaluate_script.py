@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import shutil
 import sys
@@ -105,7 +106,8 @@ def test_a_compiled_half_precision_run_has_one_loss(tiny_run, tmp_path, capsys):
 
 def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, capsys):
     found = evaluate(whole.checkpoint(2), whole.folder, output=tmp_path / "found.json")
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
     scores = {(each.step, each.name): each.scores for each in read_item_scores(whole.folder / "evaluations.jsonl")}
     before, after = (scores[step, "validation"] for step in (2, 6))
     expected = compare_items(before["loss"], after["loss"], after["count"])
@@ -113,6 +115,7 @@ def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, ca
     assert (found["before"]["step"], found["step"], found["metrics"]) == (2, 6, logged(whole, 6))
     assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"} and len(found["answers"]) == 1
     assert lines[2].split()[:4] == ["validation", "loss", f"{expected.a:.3f}", f"{expected.b:.3f}"]
+    assert re.search(rf"{re.escape(str(whole.checkpoint(2)))}, in \d+ s: validation loss {expected.a:.3f}, ", shown.err), "as soon as it is known"
     for wrong in ((whole.folder,) * 3, (whole.folder, whole.folder, "--tasks", "x")):
         with pytest.raises(SystemExit):
             call(*wrong)
