@@ -113,16 +113,13 @@ def above_status(stream: TextIO):
 
 @contextmanager
 def status_line(describe: Callable[[], str]) -> Iterator[None]:
-    """A `with` block that says what is done, and how long the block takes.
-
-    It is the last line of a terminal. Elsewhere it is printed after silences of 20, 40, 80 s ...
-    """
+    """A `with` block that a terminal's last line describes, and a log after silences of 20, 40, 80 s ..."""
     from tqdm import tqdm
 
     is_first, ended = os.environ.get("LOCAL_RANK", "0") == "0", threading.Event()
     is_seen = is_first and all(map(obeys_escapes, (sys.stdout, sys.stderr)))
-    with tqdm(desc=printable(describe()), bar_format="  {desc}  {elapsed}", leave=False, dynamic_ncols=True,
-              disable=not is_seen) as bar:
+    with tqdm(desc=printable(describe()) if is_seen else None, bar_format="  {desc}  {elapsed}", leave=False,
+              dynamic_ncols=True, disable=not is_seen) as bar:
         def follow() -> None:
             started, patience = time.monotonic(), QUIET_SECONDS
             while not ended.wait(STATUS_SECONDS):

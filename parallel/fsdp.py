@@ -152,6 +152,14 @@ def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]]) -> 
     return torch.cat(received)
 
 
+def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor on every rank of a sharded model, so that all agree. Collective there."""
+    if is_sharded(model):
+        with waiting():
+            dist.broadcast(tensor, src=0)
+    return tensor
+
+
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name; those of a sharded model are divided again after an evaluation."""
     for module in filter(is_sharded, model.modules()):

@@ -149,7 +149,10 @@ install_torch() {
     local errors log
     if [ "$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null && [ ! -e /proc/driver/nvidia ]; then
         echo "Found no NVIDIA driver: installing the CPU build of torch $1 (200 MB) ..."
-        if command -v uv > /dev/null && run uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
+        if command -v uv > /dev/null; then
+            if run uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
+            echo "uv found no CPU build there; trying the usual index ..."
+        fi
         if [[ $1 != *\* ]]; then
             log=$(mktemp)
             if install "torch==$1+cpu" 2> "$log"; then rm "$log"; return; fi

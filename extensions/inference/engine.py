@@ -17,16 +17,15 @@ from typing import NamedTuple, Optional
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common.activity import tick, waiting
+from common.activity import tick
 from common.text import print_safely
 from config import ModelConfig
 from model import Transformer, evaluation_mode
 from model_kernels.attention import AttentionPlan, by_layer, choose_kernel, precompute_freqs, window_mask
-from parallel.fsdp import is_sharded
+from parallel.fsdp import is_sharded, same_on_all
 from parallel.ranks import widened
 
 # Attention reads a multiple of this many tokens: few distinct lengths suit a GPU's allocator and kernels.
@@ -157,14 +156,6 @@ def penalize(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
     """Make seen ids less likely. Source: Keskar et al. 2019 (arXiv:1909.05858)."""
     penalized_BV = torch.where(logits_BV < 0, logits_BV * penalty_B1, logits_BV / penalty_B1)
     return torch.where(seen_BV, penalized_BV, logits_BV)
-
-
-def same_on_all(model: Transformer, tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor on every rank of a sharded model, so that all agree. Collective there."""
-    if is_sharded(model):
-        with waiting():
-            dist.broadcast(tensor, src=0)
-    return tensor
 
 
 def choose(logits_BV: Tensor, draws_B: Tensor, samplings: SamplingTensors) -> Tensor:
