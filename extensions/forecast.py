@@ -394,7 +394,7 @@ class Check:
                                                    "total_batch_size": config.rows_per_step * length})
             with self.entry("memory"):
                 self.report_memory(config, vocab_size)
-        if self.plan and not config.device_memory:  # else the disk belongs to another machine, too
+        if self.plan:
             with self.entry("disk"):
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
         if self.plan and self.device and (self.inputs or config.device_memory):
@@ -673,21 +673,31 @@ def memory_advice(config: Config, room: int, *known) -> str:
             "model")
 
 
+def most_checkpoints(config: Config) -> int:
+    """Return how many checkpoints a run has at most at one time, with the one that is being written."""
+    best = config.validate_every if config.keep_best > 0 < config.save_every else 0
+    every = (config.save_every, config.keep_every, best, config.max_steps)
+    saved = len({step for each in every if each for step in range(each, config.max_steps + 1, each)})
+    regular = config.max_steps // config.keep_every if config.keep_every else 0
+    return min(saved, config.keep_last + config.keep_best + regular + 1) if config.keep_last else saved
+
+
 def describe_disk(config: Config, size: int) -> str:
     """Return the disk space for checkpoints of `size` bytes; raise an error if they do not fit."""
+    most = most_checkpoints(config)
+    text = (f"up to {counted(most, 'checkpoint')} at a time, {size / GIB:.2f} GiB each, "
+            f"need{'s' * (most == 1)} {most * size / GIB:.2f} GiB")
+    if config.device_memory:  # the disk belongs to another machine, too
+        return text
     folder = existing_parent((Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {folder} is not writable; set another folder")
     free = free_bytes(folder)
     earlier = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
-    saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
-    regular = config.max_steps // config.keep_every if config.keep_every else 0
-    kept = min(saved, config.keep_last + config.keep_best + 1 + regular) if config.keep_last else saved
-    text = (f"keeping {counted(kept, 'checkpoint')} needs {kept * size / GIB:.2f} GiB; "
-            f"{free / GIB:.1f} GiB is free")
+    text += f"; {free / GIB:.1f} GiB is free"
     if 2 * size > free:
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or use another disk")
-    if kept * size > free + earlier:  # those of this run give way to newer ones
+    if most * size > free + earlier:  # those of this run give way to newer ones
         raise SettingsError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, keep fewer (KEEP_LAST="
                             f"{config.keep_last}, KEEP_EVERY={config.keep_every}), or use another disk")
     return text

@@ -51,7 +51,7 @@ from plan.command_line import exit_with, export
 from plan.make import make_plan, peek
 from plan.names import assignments
 from scripts.gpus import GpuRequest, take_gpus
-from scripts.machines import Machines
+from scripts.machines import Machines, node_names
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # logs of earlier launches
@@ -358,36 +358,62 @@ class Job:
         machines, cause, key = self.machines, ending.cause, f"ended-{number}"
         if machines is None:
             return ending, again, newest
-        is_first = self.args.node_rank == 0
+        node = self.args.node_rank
         sent = cause and cause._replace(trace="")
-        machines.publish(**{key: {"again": again, "cause": sent, "newest": newest}})
+        report = {"again": again, "cause": sent, "newest": newest, "stopped": ending.stopped}
+        machines.publish(**{key: report})
         patience = self.config.distributed_timeout + AGREE_SECONDS
+        others = [other for other in range(self.args.nnodes) if other != node]
+        if cause is None and node == 0:  # the ranks of the others still use its store
+            machines.wait(key, "finish", patience)
         if cause is None or ending.stopped or cause.code == process.EXIT_PREEMPTED:
-            if cause is None and is_first:  # the ranks of the others still use its store
-                machines.wait(key, "finish", patience)
+            if cause and not ending.stopped:
+                self.say_who_stopped(key, others)
+            if cause:
+                self.wait_for_readers(number, others)
             return ending, False, newest
         missing, problem = machines.wait(key, "report how the ranks ended",
                                          patience if again else REPORT_SECONDS)
-        others = [other for other in range(self.args.nnodes) if other not in missing]
+        others = [other for other in others if other not in missing]
         try:
-            reports = [machines.states[other][key] for other in others]
-            causes = [RankExit(*report["cause"]) for report in reports if report["cause"]]
-            all_again = not missing and all(report["again"] is True for report in reports)
-            newest = newest if 0 in missing else [int(count) for count in reports[0]["newest"]]
+            reports = {other: machines.states[other][key] for other in others}
+            causes = [RankExit(*each["cause"]) for each in reports.values() if each["cause"]]
+            all_again = again and not missing and all(each["again"] is True for each in reports.values())
+            if 0 in reports:
+                newest = [int(count) for count in reports[0]["newest"]]
         except (ValueError, TypeError, KeyError) as error:  # of a stranger
             causes, all_again, problem = [], False, f"a machine's report is not valid ({error})"
-        if problem and min(causes, default=cause).is_secondary:
-            lost = missing[0] if missing else self.args.node_rank
+        if problem and min([cause, *causes]).is_secondary:
+            lost = missing[0] if missing else node
             causes.append(RankExit(False, time.time(), lost * self.ranks, 1, problem))
         if again and problem:
             print_safely(f"warning: no restart, because {problem}", sys.stderr)
         ending = ending._replace(exits=ending.exits + causes)
-        machines.publish(**{f"read-{number}": True})
-        if is_first:
+        if node == 0:
             record_cause(ending)
-            if not all_again:  # the store ends with this process
-                machines.wait(f"read-{number}", "read the reports", SEND_SECONDS, nodes=others)
+        self.wait_for_readers(number, others)
         return ending, all_again, newest
+
+    def wait_for_readers(self, number: int, others: list[int]) -> None:
+        """Wait until the other machines have read the reports: the first one's process has the store."""
+        self.machines.publish(**{f"read-{number}": True})
+        if self.args.node_rank == 0:
+            self.machines.wait(f"read-{number}", "read the reports", SEND_SECONDS, nodes=others)
+
+    def say_who_stopped(self, key: str, others: list[int]) -> None:
+        """Name the machine whose launcher got the signal that stopped the job, or is lost."""
+        began, machines = time.monotonic(), self.machines
+        missing, _ = machines.wait(key, "report how the ranks ended", SEND_SECONDS, nodes=others)
+        lost = [each for each in missing
+                if key not in machines.states[each] and machines.heard[each] < began]
+        reports = {node: machines.states[node].get(key) for node in others}
+        signalled = [node for node, report in reports.items() if isinstance(report, dict)
+                     and report.get("stopped") is True]
+        if lost:
+            show(f"Stopped because {node_names(lost)} is gone: the launcher was killed, or the machine is "
+                 "lost.")
+        elif signalled:
+            show(f"Stopped by a signal to {node_names(signalled)}.")
 
     def run(self) -> tuple[Ending, str]:
         """Run the job; return the ending to report, and words about restarts."""

@@ -127,5 +127,7 @@ class Machines(threading.Thread):
             if now - started > QUIET_SECONDS and said != (missing, reason, minutes):
                 said = missing, reason, minutes
                 left = f"{time_text(round(deadline - now))} left" if minutes else f"up to {time_text(limit)}"
+                if not is_start and limit > SILENT_SECONDS:
+                    left += f", or {time_text(SILENT_SECONDS)} without a sign of life"
                 show(f"Waiting for {node_names(missing)} to {purpose} ({left}){reason}")
             time.sleep(BEAT_SECONDS / 5)

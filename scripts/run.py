@@ -99,6 +99,12 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
     return torch.cuda.device_count() or 1
 
 
+def job_size(launching: Namespace, ranks: int) -> dict[str, str]:
+    """Return the variables that describe a job with this many ranks on each machine."""
+    sizes = {"WORLD_SIZE": launching.nnodes * ranks, "LOCAL_WORLD_SIZE": ranks if launching.nnodes > 1 else 0}
+    return {name: str(size) for name, size in sizes.items() if size}
+
+
 def prepare_and_describe(kind: str, argv: list[str], output: str, config: Config) -> Path:
     """Prepare what the flags describe, with PREPARE_AHEAD only its start; print what it has."""
     def complete() -> set[Path]:
@@ -130,16 +136,19 @@ def main() -> None:
     setting, parser = KINDS[kind][0], flag_parser(kind, "")
     preparing, own = parser.split(argv)
     flags, given = with_sample(own, bool(preparing.source or preparing.mix)), read_flags(own)
-    if flags != own and given.check and "device_memory" in given.values:  # a plan needs no data
-        interrupts.become(str(ROOT / "train.py"), *own)
     launching, settings = make_parser().parse_known_args(flags)
+    if flags != own and given.check and "device_memory" in given.values:  # a plan needs no data
+        size = job_size(launching, launching.nproc_per_node or 1)
+        os.environ.update(size if size["WORLD_SIZE"] != "1" else {})
+        interrupts.become(str(ROOT / "train.py"), *make_parser().parse_known_args(own)[1])
     has_source = preparing.source or preparing.mix  # then DEBUG alone needs no sample
     values, environ = peek([*settings, *([flag(setting), OUTPUTS[kind]] if has_source else [])])
     os.environ.update(environ)
     ranks = count_ranks(launching, values)
     planned = {"RANK": "0", "WORLD_SIZE": str(launching.nnodes * ranks)}
     if is_check := read_flags(settings).check:
-        planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
+        planned = job_size(launching, ranks)
+        planned["WORLD_SIZE"] = os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]
     else:
         os.environ.pop("WORLD_SIZE", None)  # the launcher sets it
     if flags != own and ((name := peek(own)[0].get("run_name")) or values["preset"] != "sample"):

@@ -127,7 +127,9 @@ def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every recorded setting with its current default and meaning."""
     known = {line.name: line for line in describe_settings()}
     lines = []
-    for name in [*filter(settings.__contains__, known), *sorted(settings.keys() - known.keys())]:
+    # Facts, in lower case, are no settings.
+    others = sorted(filter(str.isupper, settings.keys() - known.keys()))
+    for name in [*filter(settings.__contains__, known), *others]:
         default = Config.model_fields[name.lower()].default if name in known else None
         lines.append({"name": name, "value": setting_text(settings[name]), "default": setting_text(default),
                       "changed": name in known and settings[name] != default,

@@ -6,6 +6,7 @@ from factories import UNMEASURED, TinyRun, flip_bit
 from safetensors.torch import load_file
 
 import train
+from checkpoint import store
 from common.errors import SettingsError
 from extensions import cost
 from extensions import forecast as check
@@ -151,12 +152,29 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     size = check.plan_steps(plan, plan.config, None, 300, None)[0].checkpoint_bytes
     config = make_plan(TinyRun(prepared, tmp_path).argv(SAVE_EVERY=1, KEEP_LAST=0), {}).config
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * size))
-    with pytest.raises(SettingsError, match="keeping 6 checkpoints needs .* keep fewer .KEEP_LAST=0"):
+    with pytest.raises(SettingsError, match="up to 6 checkpoints at a time, .* keep fewer .KEEP_LAST=0"):
         check.describe_disk(config, size)
-    assert "keeping 3 checkpoints" in check.describe_disk(config.model_copy(update={"keep_last": 1}), size)
-    with pytest.raises(SettingsError, match="keeping 5 checkpoints"):  # those of steps 3 and 6, too
+    assert "up to 3 checkpoints" in check.describe_disk(config.model_copy(update={"keep_last": 1}), size)
+    with pytest.raises(SettingsError, match="up to 5 checkpoints"):  # those of steps 3 and 6, too
         check.describe_disk(config.model_copy(update={"keep_last": 1, "keep_every": 3}), size)
     earlier = tmp_path / config.run_name / "checkpoints" / "step-00000002"
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(bytes(3 * size))
-    assert "keeping 6 checkpoints" in check.describe_disk(config, size), "what this run has saved is not needed again"
+    assert "up to 6 checkpoints" in check.describe_disk(config, size), "what this run has saved is not needed again"
+
+
+@pytest.mark.parametrize(("settings", "most"), [
+    ({"MAX_STEPS": 8, "SAVE_EVERY": 3}, 4), ({"MAX_STEPS": 12, "SAVE_EVERY": 2}, 5),
+    ({"MAX_STEPS": 8, "SAVE_EVERY": 1, "KEEP_LAST": 1, "KEEP_EVERY": 4, "KEEP_BEST": 0}, 4), ({"SAVE_EVERY": 0}, 1)])
+def test_the_forecast_of_checkpoints_is_what_a_run_has_on_disk(settings, most, tiny_run, monkeypatch):
+    """The run's loss falls, so each validation saves, too."""
+    run, counts, prune = tiny_run(**{"KEEP_LAST": 3, "KEEP_BEST": 1, "VALIDATE_EVERY": 4, "ASYNC_SAVE": "false", **settings}), [], store.prune
+
+    def counted(folder, *arguments, **options):
+        counts.append(len([*folder.glob("step-*")]))
+        return prune(folder, *arguments, **options)
+
+    monkeypatch.setattr(store, "prune", counted)
+    run.trained()
+    assert max(counts) <= check.most_checkpoints(make_plan(run.argv(), {}).config) == most
+    assert max(counts) >= most - 1, "the best one is often among the newest"

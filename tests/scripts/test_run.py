@@ -139,6 +139,9 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     plan = ["--preset", "sft-1b", "--pretrain-checkpoint", "base", "--check", "--device-memory", "80"]
     assert project.script.with_sample(plan, False) == plan, "the preset names its own data"
     assert project.command(*plan) == ["train.py", *plan], "a plan downloads no data"
+    plan = ["--preset", "llama3-8b", "--check", "--device-memory", "80"]
+    assert project.command(*plan, "--nnodes", "2", "--nproc-per-node", "8") == ["train.py", *plan]
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("16", "8")
     Path("results/first/checkpoints").mkdir(parents=True)
     assert project.script.with_sample(flags, False) == flags, "a run that is resumed has its own data"
     os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}

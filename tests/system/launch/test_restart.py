@@ -17,6 +17,7 @@ from config import Config
 from extensions.report.data import RunReader
 from learn import optim
 from parallel import process, ranks
+from scripts import launch as launch_script
 from scripts import machines
 from scripts.launch import Ending, Job, RankExit
 from scripts.machines import Machines
@@ -134,7 +135,7 @@ def test_machines_agree_as_json_and_only_if_all_answer(jobs, monkeypatch, capsys
     assert f"warning: no restart, because {lost}" in capsys.readouterr().err
 
 
-def test_without_the_first_machine_only_that_one_is_blamed(jobs, monkeypatch):
+def test_without_the_first_machine_only_that_one_is_blamed(jobs, monkeypatch, capsys):
     def lost(beat):
         raise ConnectionResetError("Broken pipe")
 
@@ -142,6 +143,22 @@ def test_without_the_first_machine_only_that_one_is_blamed(jobs, monkeypatch):
     jobs[1].machines._exchange = lost
     missing, problem = jobs[1].machines.wait("ended-0", "report how the ranks ended", PATIENCE)
     assert (missing, problem) == ([0], "node 0 did not answer for 1 s (the launcher, machine or network failed)")
+    assert agree(jobs[1]) == ("rank 1", False, [1, 7]) and f"warning: no restart, because {problem}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    ("signalled", "Stopped by a signal to node 1."), ("lost", "Stopped because node 1 is gone: the launcher was killed"), ("saves", "")])
+def test_the_machine_that_stopped_the_job_is_named(other, words, jobs, monkeypatch, capsys):
+    saved = [RankExit(False, 5.0, 0, process.EXIT_PREEMPTED)]
+    monkeypatch.setattr(launch_script, "SEND_SECONDS", 1)
+    if other == "lost":
+        jobs[1].machines.stop()
+    with ThreadPoolExecutor() as pool:
+        if other == "signalled":
+            pool.submit(jobs[1].agree, 0, Ending(saved, stopped=True), False, [0, 7])
+        assert jobs[0].agree(0, Ending(saved), False, [0, 7])[1:] == (False, [0, 7])
+    shown = capsys.readouterr().out
+    assert words in shown and ("Stopped" in shown) == bool(words), "one that still saves is not lost"
 
 
 def test_another_number_of_machines_is_named_at_once_by_both(hosted):
@@ -244,7 +261,7 @@ def test_when_a_machine_is_lost_the_other_says_so_and_ends(signalled, tiny_run):
     for pid in [lost.pid, *map(int, Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split())]:
         os.kill(pid, signal.SIGKILL)
     lost.process.wait()
-    here.wait_for(lambda: "Waiting for node 1 to report how the ranks ended (up to 11 min)" in here.text())
+    here.wait_for(lambda: "Waiting for node 1 to report how the ranks ended (up to 11 min, or 30 s without a sign of life)" in here.text())
     if signalled:
         here.process.send_signal(signal.SIGTERM)
         assert here.wait(timeout=10) == 143 and here.last_line() == "Stopped."
