@@ -40,6 +40,8 @@ UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_
             "REPORT": False, "POWER_HZ": 0, "PROFILE_STEPS": None,
             "MEMORY_SNAPSHOT": None, "WANDB_ENABLED": False, "TENSORBOARD_ENABLED": False,
             "TRACKIO_ENABLED": False, "MLFLOW_ENABLED": False}
+# Decide in which order gradients are added.
+SUMMED = ("WORLD_SIZE", "SHARDING", "SHARD_DEGREE", "MICRO_BATCH_SIZE")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the step log
 
@@ -247,12 +249,17 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False) -> bool:
     changed = [f"{name} is {value} and {others.get(name)}" for name, value in settings.items()
                if value != others.get(name) and name not in ("OUTPUT_DIR", "RUN_NAME")]
     show(f"Settings: {', '.join(changed) or 'equal'}")
+    summed = [name for name in SUMMED if settings.get(name) != others.get(name)]
+    cause = "settings and data are not the cause, but perhaps the machine"
+    if summed:
+        cause = (f"with another {' and '.join(summed)}, they are added in another order, which rounds "
+                 "differently (REPRODUCIBLE=true prevents that)")
     replayed = [replay_rows(folder, step) for folder in folders if replays]
     for folder, rows, other_rows in zip(folders, replayed, replayed[::-1]):
         ranks = sorted({rank for row, (rank, report) in rows.items()
                         if row not in other_rows or report != other_rows[row][1]})
         result = f"the rows of rank {', '.join(map(str, ranks))} give other gradients" if ranks else (
-            "every gradient is the other run's: settings and data are not the cause, but perhaps the machine")
+            f"every row's gradient is the other run's: {cause}")
         show(f"{folder}: replayed here, {result}")
     return True
 

@@ -159,6 +159,12 @@ def test_a_replay_names_the_rank_whose_rows_differ(tiny_run, tmp_path, monkeypat
         assert diff(run.folder, other.folder, replays=True)
         text = "\n".join(lines)
         assert "The first difference is in step 2" in text and text.count(words) == 2, text
+    smaller = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1, MICRO_BATCH_SIZE=1, RUN_NAME="smaller").trained()
+    another_value(smaller, "loss", 1.0, 2)
+    lines.clear()
+    assert diff(run.folder, smaller.folder, replays=True)
+    text = "\n".join(lines)
+    assert text.count("every row's gradient is the other run's: with another WORLD_SIZE and MICRO_BATCH_SIZE, they are added in another order") == 2, text
 
 
 @pytest.mark.parametrize("first, words", [(1, "could not be repeated: .*PRETRAIN_DATA_PATH"), (0, "step 1 is not the recorded step: .* Data, code")])
