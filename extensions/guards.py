@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,8 @@ from learn.optim import Reducer, learning_rate
 from model_utils import forced_eager
 from parallel import fsdp
 from parallel.ranks import Ranks, collective
+from plan.layers import read_flags
+from plan.names import assignments
 from run.extensions import Extension
 from run.run import Run, StepResult
 from run.step_log import describe_failure, save_before
@@ -53,8 +56,13 @@ class Guards(Extension):
         self.first_bad = FirstBad(run.model) if run.config.debug else None
         self.divergence, self.losses = Divergence(), trends()["val_loss"]
         self.evaluations = LogFile(run.folder / "evaluations.jsonl")
+        argv_R = run.ranks.all_gather_json(sys.argv[1:]) if run.ranks.world_size > 1 else []
         if not run.ranks.is_rank0:
             return
+        for rank, argv in enumerate(argv_R):
+            if unused := flags_beside(argv_R[0], argv):
+                run.log.warn(f"rank {rank} was started with other flags than rank 0, which decides; not "
+                             f"used: {unused}")
         for line in read_entries(run.folder / "ledger.jsonl"):
             self.divergence.add(line["loss"], line["grad_norm"])
         devices = [line["device"] for line in read_entries(run.folder / "events.jsonl") if "device" in line]
@@ -338,6 +346,14 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
         run.log.warn(f"{folder} cannot be written: {error}")
 
     return folder, reports, save_before(run)
+
+
+def flags_beside(first: list[str], argv: list[str]) -> str:
+    """Return the settings and mistakes among flags that are not among the first ones."""
+    theirs, ours = (read_flags(each) for each in (first, argv))
+    values = {name: value for name, (value, _) in ours.values.items()
+              if name not in theirs.values or theirs.values[name][0] != value}
+    return "; ".join(filter(None, (assignments(values), *ours.problems)))
 
 
 def how_to_examine(run: Run) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import statistics
+import sys
 import zlib
 from functools import partial
 
@@ -149,3 +151,14 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     data = RunReader(run.folder, "run")
     data.read()
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
+
+
+def other_flags() -> None:
+    """In a rank: as a node of torchrun that was started with other flags."""
+    sys.argv = ["train.py", "--seed=1", *(["--learning-rate", "0.5", "--max-stepz=3"] if os.environ["RANK"] == "1" else ["--data-seed=2"])]
+
+
+def test_flags_of_another_machine_that_are_not_used_are_named(tiny_run):
+    text = tiny_run(MAX_STEPS=1, **UNMEASURED).ends([0, 0], other_flags)
+    words = "rank 1 was started with other flags than rank 0, which decides; not used: LEARNING_RATE=0.5; command line: unknown flag --max-stepz"
+    assert text.count(words) == 1 and "did you mean --max-steps" in text, text
