@@ -54,7 +54,7 @@ BOUNDS = {
     "files entered by a step": Bound(27, 20, 15),
     "functions entered by a save": Bound(167, 107, 70),
     "files entered by a save": Bound(33, 18, 12),
-    "functions entered by the run": Bound(953, 648, 600),
+    "functions entered by the run": Bound(954, 648, 600),
     "files entered by the run": Bound(90, 60, 60),
     "functions entered by the run, core": Bound(675, 638, 430),
     "files entered by the run, core": Bound(60, 58, 40),

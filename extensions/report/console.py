@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections import Counter, defaultdict
@@ -34,6 +35,7 @@ from extensions.report.numbers import number_text
 from learn.optim import learning_rate
 from model import Transformer
 from model_kernels.attention import choose_kernel
+from parallel import process
 from run.log import ranks_differ
 from run.run import Inputs, Run
 
@@ -299,14 +301,24 @@ def ending(run: Run, result: str) -> list[str]:
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
              "use it": command(script, target)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks.world_size))
-        lines["resume"] = command("scripts/run.py", *flags) + (
-            "  (with the launcher's flags, on each machine)" if ranks_here < run.ranks.world_size else "")
+        lines["resume"] = how_to_start(run.ranks.world_size, flags)
     dtype = run.model.source.dtype if run.model.source else None
     if dtype not in (None, "float32") and not (config.lora_enabled or config.weight_dtype == "bf16"):
         lines["export"] = (command("scripts/export.py", folder, "--to", "hf", "--output", "FOLDER")
                            + f"  ({dtype}, as the base; checkpoints are float32, to resume exactly)")
     return [f"{name}   {line}" for name, line in lines.items()]
+
+
+def how_to_start(world_size: int, flags: Sequence[str | Path]) -> str:
+    """Return how this job is started again with flags: a command, or words if its other flags are unknown."""
+    are_several, program = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size, ""
+    if are_several and "SLURM_JOB_ID" in os.environ:
+        return f"the same sbatch command, with {shlex.join(map(str, flags))}"
+    if world_size > 1 and process.LAUNCHER_PID not in os.environ:
+        program = "torchrun "
+    elif not are_several:
+        return command("scripts/run.py", *flags)
+    return f"the same {program}command{' on each machine' * are_several}, with {shlex.join(map(str, flags))}"
 
 
 def fixed(value: float, decimals: Optional[int], width: int) -> str:

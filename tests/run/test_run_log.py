@@ -12,7 +12,9 @@ from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
 from extensions.evaluate import log_sample
+from extensions.report.console import how_to_start
 from extensions.trackers import start_trackers
+from parallel import process
 from run.log import RunLog, console_line, keep_lines
 
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -267,3 +269,16 @@ def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(un
     aside = tmp_path / "metrics.jsonl.bad"
     assert warnings == ([f"{path}: 1 unreadable line moved to {aside.name}"] if unreadable else [])
     assert (aside.read_bytes() if unreadable else b"") == unreadable and len([*tmp_path.iterdir()]) == 1 + bool(unreadable)
+
+
+@pytest.mark.parametrize(("world_size", "environ", "words"), [
+    (1, {}, "train --run-name x"), (2, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "train --run-name x"),
+    (2, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command, with --run-name x"),
+    (4, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command on each machine, with --run-name x"),
+    (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "the same command on each machine, with --run-name x"),
+    (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}, "the same sbatch command, with --run-name x")])
+def test_the_last_line_names_what_resumes_this_kind_of_job(world_size, environ, words, monkeypatch):
+    for name in ("LAUNCHER", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
+        variable = process.LAUNCHER_PID if name == "LAUNCHER" else name
+        monkeypatch.setenv(variable, environ[name]) if name in environ else monkeypatch.delenv(variable, raising=False)
+    assert how_to_start(world_size, ["--run-name", "x"]).endswith(words)
