@@ -165,9 +165,12 @@ class Ending(NamedTuple):
 
     @property
     def cause(self) -> Optional[RankExit]:
-        """The first failure, else a preempted rank; none if all ranks finished."""
+        """The first failure, of the lowest rank if several say the same; else a preempted rank, or none."""
         failures = [each for each in self.exits if each.code not in (0, process.EXIT_PREEMPTED)]
-        return min(failures) if failures else max(self.exits, key=lambda each: each.code, default=None)
+        if not failures:
+            return max(self.exits, key=lambda each: each.code, default=None)
+        first = min(failures)
+        return min((each for each in failures if each.sentence == first.sentence), key=lambda each: each.rank)
 
 
 class Logs(NamedTuple):

@@ -146,6 +146,13 @@ def test_without_the_first_machine_only_that_one_is_blamed(jobs, monkeypatch, ca
     assert agree(jobs[1]) == ("rank 1", False, [1, 7]) and f"warning: no restart, because {problem}" in capsys.readouterr().err
 
 
+def test_an_error_of_all_ranks_is_that_of_the_first():
+    exits = [RankExit(False, at, rank, 3, "data: no such file") for rank, at in ((1, 1.0), (0, 2.0), (2, 1.5))]
+    assert Ending(exits).cause.rank == 0
+    assert Ending([*exits, RankExit(False, 0.5, 3, 1, "rank 3 was killed by SIGKILL")]).cause.rank == 3
+    assert Ending([RankExit(True, 0.5, 0, 1, "lost"), *exits[:1]]).cause.rank == 1 and Ending([]).cause is None
+
+
 @pytest.mark.parametrize(("other", "words"), [
     ("signalled", "Stopped by a signal to node 1."), ("lost", "Stopped because node 1 is gone: the launcher was killed"), ("saves", "")])
 def test_the_machine_that_stopped_the_job_is_named(other, words, jobs, monkeypatch, capsys):
