@@ -187,7 +187,8 @@ def main() -> None:
         source = [] if preparing.source or preparing.mix else ["--source", path]
         others = [f"{flag(name)}={value}" for name, value in vars(preparing).items() if value is not None]
         folder = prepare_and_describe(kind, [*settings, *others, *source], preparing.output, loaded.config)
-        show(f"{setting}={folder}")
+        note = "  (which other launchers, such as slurm.sh, need in .env)" * is_check
+        show(f"{setting}={folder}{note}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
     if prepares_validation:
         others = [f"{flag(name)}={value}" for name, value in vars(preparing).items()
