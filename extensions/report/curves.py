@@ -13,7 +13,9 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("bits-per-byte", "Bits per byte", "bits", ("falling",), {"val_bits_per_byte": "validation"}),
     ("accuracy", "Accuracy", "%", ("percent",), {}),  # curves come from `task_names`
     ("generation", "Generated answers", "%", ("percent",), {
-        "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
+        "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU",
+        "generation_rouge_1": "ROUGE-1", "generation_rouge_2": "ROUGE-2",
+        "generation_rouge_lsum": "ROUGE-Lsum"}),
     ("reward", "Reward", "", (), {"reward": "answers in training", "val_reward": "held-out prompts"}),
     ("preference-accuracy", "Preference accuracy", "%", ("percent",), {
         "reward_accuracy": "training", "val_reward_accuracy": "held-out"}),
@@ -86,8 +88,11 @@ def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "",
         add(identity, title, unit, style, tasks if identity == "accuracy" else curves)
     while left:  # an objective's own metric, in training and validation
         stem = left[0].removeprefix("val_")
-        add(stem.replace("_", "-"), stem.replace("_", " ").capitalize(), "", (),
-            {stem: "training", f"val_{stem}": "validation"})
+        labels = {stem: "training", f"val_{stem}": "validation"}
+        if scores_answers := stem.startswith("generation_"):  # METRIC's
+            labels = {stem: "held-out prompts"}
+        title = stem.removeprefix("generation_").replace("_", " ").capitalize()
+        add(stem.replace("_", "-"), title + ", of generated answers" * scores_answers, "", (), labels)
     return sorted(made, key=lambda chart: all(line["curve"] != first for line in chart["series"]))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoint.schema import read_lines
 from common.files import FileLock
-from extensions.report.curves import Curve, as_json, points_per_curve
+from extensions.report.curves import Curve, as_json, charts, points_per_curve
 from extensions.report.data import LogFile
 from extensions.report.goodput import KILLED
 from extensions.report.numbers import without_control_tokens
@@ -219,3 +219,11 @@ def test_a_last_line_that_lacks_only_its_end_is_read_when_nothing_is_appended_an
     assert [(line, entry.step) for line, entry in read_lines(log.path)] == [(lines(1), 1), (lines(2), 2)]
     log.path.write_bytes(lines(1, 2)[:-2])
     assert [line for line, _ in read_lines(log.path)] == [lines(1)]
+
+
+def test_scores_of_generated_answers_are_of_held_out_prompts_and_never_of_training():
+    last = dict.fromkeys(["train_loss", "own_loss", "generation_right", *(f"generation_{name}" for name in ("rouge_1", "rouge_l", "bleu"))], 0.5)
+    labels = {line["curve"]: (chart["title"], line["label"]) for chart in charts(last, "x") for line in chart["series"]}
+    assert labels.keys() == last.keys()
+    assert labels["generation_right"] == ("Right, of generated answers", "held-out prompts") and labels["own_loss"] == ("Own loss", "training")
+    assert labels["generation_rouge_1"] == ("Generated answers", "ROUGE-1")
