@@ -359,7 +359,7 @@ class RunReader:
             self.bad_steps.append(line)
 
     def _add_samples(self, line: schema.SampleLine) -> None:
-        self.samples.append({"step": line.step, "prompt": shown_prompt(line),
+        self.samples.append({"step": line.step, "prompt": shown_prompt(line), "how": "sampled",
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
     def _add_rollouts(self, line: schema.RolloutLine) -> None:
@@ -368,7 +368,7 @@ class RunReader:
             return
         if self.rollout.get("step") != line.step:
             self.rollout = {"step": line.step, "prompt": "Rewards of answers to the first prompt of a step",
-                            "text": shown_prompt(line)}
+                            "how": "sampled", "text": shown_prompt(line)}
             self.samples.append(self.rollout)
         reward = "failed" if line.reward is None else f"{line.reward:g}"
         self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
@@ -383,7 +383,7 @@ class RunReader:
         for text in line.texts:  # answers to held-out prompts
             reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
             reference = f"\nReference: {text.reference}" * bool(text.reference)
-            self.samples.append({"step": line.step, "prompt": shown_prompt(text),
+            self.samples.append({"step": line.step, "prompt": shown_prompt(text), "how": "evaluated",
                                  "text": f"{text.answer}{reward}{reference}"[:SAMPLE_CHARACTERS]})
         for trend in self.trends.values() if scores else ():
             trend.add(scores)

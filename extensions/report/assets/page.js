@@ -386,24 +386,24 @@ function samples() {
   [slider.max, slider.value, byId("sampled").textContent] = [steps.length - 1, index, whole(step)];
   slider.setAttribute("aria-valuetext", `step ${whole(step)}`);
   const answer = (text, who) => h("div", {}, h("small", {}, who), h("blockquote", {}, text));
-  const ofRun = (prompt) => (run) => {
-    const sample = run.samples.findLast((each) => each.prompt === prompt && each.step <= step);
+  const ofRun = (prompt, how, note) => (run) => {
+    const sample = run.samples.findLast((each) => each.prompt === prompt && each.how === how && each.step <= step);
     const who = isSeveral() ? `${named(run)}, ` : "";
-    return sample?.step > 0 && answer(sample.text, `${who}step ${whole(sample.step)}`);
+    return sample?.step > 0 && answer(sample.text, `${who}step ${whole(sample.step)}${note}`);
   };
   // Before the first step, the base has answered.
-  const bases = (prompt) => [...new Set(shown().flatMap((run) =>
-    run.samples.filter((each) => each.prompt === prompt && !each.step).map(({text}) => text)))];
+  const bases = (prompt, how) => [...new Set(shown().flatMap((run) => run.samples.filter(
+    (each) => each.prompt === prompt && each.how === how && !each.step).map(({text}) => text)))];
   const prompts = [...new Set(all.map(({prompt}) => prompt))];
-  return prompts.map((prompt) => box(h("h3", {class: "prompt"}, prompt || "(no prompt)"),
-    h("div", {class: "texts"}, bases(prompt).map((text) => answer(text, "before training")),
-      shown().map(ofRun(prompt)))));
+  return prompts.map((prompt) => {
+    const hows = [...new Set(all.filter((each) => each.prompt === prompt).map(({how}) => how))];
+    return box(h("h3", {class: "prompt"}, prompt || "(no prompt)"), h("div", {class: "texts"}, hows.map((how) => {
+      const note = hows.length > 1 ? `, ${how}` : "";
+      return [bases(prompt, how).map((text) => answer(text, `before training${note}`)),
+        shown().map(ofRun(prompt, how, note))];
+    })));
+  });
 }
-
-const bar = (shares, label) => h("div", {class: "bar", role: "img", "aria-label": label},
-  shares.map((share, i) => h("span", {style: `flex: ${share}; color: ${color(i)}`})));
-const legendOf = (labels) => h("ul", {class: "parts"},
-  labels.map((label, i) => label && h("li", {}, swatch(color(i)), label)));
 
 /** How a run spent its time, as a bar with a legend. */
 function goodput({share, seconds, parts}) {
