@@ -738,8 +738,8 @@ def stage_rules(c: Config) -> Iterator[str]:
     if c.train_only and (c.lora_enabled or c.sharding != "none"):
         other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
         yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"
-    if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
+    if c.lora_enabled and (unknown := {*c.lora_target_modules.split(",")} - LORA_LAYERS.keys()):
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
-        yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
+        yield f"LORA_TARGET_MODULES: unknown {', '.join(sorted(unknown))}; use some of {known}"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"

@@ -258,7 +258,8 @@ def evaluate_rules(c: Config) -> Iterator[str]:
     """Check that the stage has answers to evaluate, and the form of METRIC."""
     every, stage = c.generation_eval_every, c.training_stage
     if c.metric and not every and stage in ("sft", "dpo"):
-        yield f"METRIC={c.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
+        yield (f"METRIC={c.metric} scores generated answers; set GENERATION_EVAL_EVERY too, or METRIC= for "
+               "none")
     if c.metric and not re.fullmatch(r"[\w.]+:\w+", c.metric):
         yield f"METRIC={c.metric} does not have the form module:function; it is one function"
     if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", c.metric):

@@ -283,9 +283,9 @@ def complete(plan: Plan, device_type: str, rows: Optional[int] = None) -> Plan:
     config, deferred = plan.config, {*plan.deferred} - {"compile", "learning_rate"}
     if deferred and rows is not None:
         chosen = derived.settings_of_data(config, rows, deferred)
-        also = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
+        also = f"EPOCHS={config.epochs:g}" if "max_steps" in chosen else f"MAX_STEPS={config.max_steps}"
         text = messages.assigned(chosen)
-        notes = [f"The {counted(rows, 'training row')}{also} set {text}"] if text else []
+        notes = [f"The {counted(rows, 'training row')} and {also} set {text}"] if text else []
         if chosen.get("max_steps", 10) < 10 and (where := plan.sources.get("total_batch_size")):
             notes.append(f"With TOTAL_BATCH_SIZE={config.total_batch_size} ({where}), the run takes only "
                          f"{counted(chosen['max_steps'], 'step')}; a smaller batch takes more")

@@ -113,6 +113,7 @@ def table(rows) -> list[str]:
     return [*aligned(cells, left=2), LEGEND]
 
 
+LONGEST_NAME = 24  # of a column
 LEGEND = "± is one standard error, over the n items."
 # The scores of items, by the metric in the table that is their mean.
 PAIRED = {"loss": "loss", "reward_accuracy": "preferred", "acc": "correct", "acc_norm": "correct_norm",
@@ -173,10 +174,13 @@ def paired_tests(before: Measured, after: Measured, own: str) -> list:
     return tests
 
 
-def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
-    """Return the lines of the table and the answers."""
+def comparison(before: Measured, after: Measured, tests: list, names: list[str]) -> list[str]:
+    """Return the lines of the table and the answers; `names` are those of the models."""
     from extensions.decide import FEWEST
-    cells = [("", "metric", "before", "after", "difference", "p", "n")]
+    names = [Path(name).name for name in names]
+    if len({*names}) < 2 or max(map(len, names)) > LONGEST_NAME:
+        names = ["first", "second"]
+    cells = [("", "metric", *names, "difference", "p", "n")]
     for first, last, test in zip(before.rows, after.rows, tests):
         change, has_test = last.value - first.value, test is not None and test.n >= FEWEST
         size = result_text(last.metric, abs(change), test.stderr if has_test else None)
@@ -189,7 +193,9 @@ def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
     if any(test and test.n < FEWEST for test in tests):
         lines.append(f"Fewer than {FEWEST} items are too few for an error or a verdict.")
     for (prompt, first), (_, last) in zip(before.answers, after.answers):
-        lines += ["", f"prompt:  {without_control_tokens(prompt)}", f"before:  {first}", f"after:   {last}"]
+        texts = {"prompt": without_control_tokens(prompt), names[0]: first, names[1]: last}
+        width = max(map(len, texts)) + 1
+        lines += ["", *(f"{name + ':':<{width}}  {text}" for name, text in texts.items())]
     return lines
 
 
@@ -253,7 +259,7 @@ def main() -> None:
     if found.rows:
         names = [f"{each}{f' (step {result.step:,})' if result.step else ''}"
                  for each, result in zip([*earlier, folder], [*before, found])]
-        lines = comparison(before[0], found, tests) if before else table(found.rows)
+        lines = comparison(before[0], found, tests, args.model) if before else table(found.rows)
         show(f"{', then '.join(names)}, {how}, {config.max_seq_len:,} tokens at a time", *lines)
     if args.json:
         write_json(args.json, [*earlier, folder], [*before, found], tests)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from common.command_line import CommandParser
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
-from common.text import print_safely, show_part
+from common.text import counted, print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from extensions.inference import SEED, add_loading_flags, add_sampling_flags
 from extensions.inference.engine import Sampling
@@ -128,6 +128,14 @@ def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[TextCh
     return emit
 
 
+def noting_empty(chunks: Iterable[TextChunk], empty: list[int]) -> Iterator[TextChunk]:
+    """Pass on chunks, and note the texts that the model ended at once."""
+    for chunk in chunks:
+        if chunk.finish_reason == "stop" and not chunk.tokens:
+            empty.append(chunk.index)
+        yield chunk
+
+
 def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk]:
     with tqdm(total=count, unit=" prompts", disable=None) as bar:
         for chunk in chunks:
@@ -199,11 +207,16 @@ def main() -> None:
         texts = [FilePrompt("", 0, text) for text in args.prompt]
         chunks = generator.stream(encode_prompts(tokenizer, texts, args.parse_special))
         heads = args.prompt
+    empty: list[int] = []
+    chunks = noting_empty(chunks, empty)
     if args.prompts is not None and (args.output or not sys.stdout.isatty()):
         chunks = with_progress(chunks, len(heads))
     if not args.output:
         emit_in_order(chunks, len(heads), printer(heads))
         show_part("\n")
+        if empty:
+            advice = "; a chat model is asked with --chat" * (not args.chat)
+            print_safely(f"note: the model ended {counted(len(empty), 'text')} at once{advice}", sys.stderr)
         return
     path = local_path(args.output)
     with (disk_errors(path, DataError, "choose another --output"),

@@ -35,7 +35,8 @@ def main() -> None:
                        DTYPES.get(args.dtype), write_merged_card)
     output = args.output.expanduser()
     next_step = "chat" if (output / "chat_template.jinja").exists() else "generate"
-    show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.",
+    show(f"Merged into {args.output}. In float32, its logits differ by at most {difference:.2g} from base "
+         "and adapters; in bf16, where chat and generate use it, a greedy answer can differ.",
          f"Try it: {command(f'scripts/{next_step}.py', output)}")
 
 

@@ -38,6 +38,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
             from plan.command_line import find_run
 
             folder = find_run(str(folder))
+    if folder.suffix == ".gguf":
+        raise CheckpointError(f"{folder} was compared with its model when it was exported; to check a copy, "
+                              f"import it: {command('scripts/import_checkpoint.py', folder, 'FOLDER')}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; pass a checkpoint or a run, such as "
                               f"{command('scripts/runs.py')} lists")

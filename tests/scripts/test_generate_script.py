@@ -63,3 +63,18 @@ def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, 
     assert printed == "\n\n".join(texts) + "\n"
     alone = called(monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
     assert printed.startswith(alone.rstrip("\n"))
+
+
+@pytest.mark.parametrize(("flags", "advice"), [([], "; a chat model is asked with --chat"), (["--chat"], "")])
+def test_a_text_that_ends_at_once_is_noted(flags, advice, folder, monkeypatch, capsys):
+    load_whole = script.load_to_generate
+
+    def ends_at_once(*arguments):
+        model, tokenizer = load_whole(*arguments)
+        tokenizer.generation = {**tokenizer.generation, "eos_token_id": [*range(tokenizer.vocab_size)]}
+        return model, tokenizer
+
+    monkeypatch.setattr(script, "load_to_generate", ends_at_once)
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(folder), "--prompt", "The cat", "A dog", *flags])
+    script.main()
+    assert capsys.readouterr().err == f"note: the model ended 2 texts at once{advice}\n"
