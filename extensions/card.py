@@ -20,6 +20,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from checkpoint.manifest import CARD
 from checkpoint.model_json import name_of_download
+from checkpoint.schema import VALIDATION
 from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
@@ -71,11 +72,13 @@ EXTENSION = Card
 
 
 class History:
-    """What the lines of ledger.jsonl and metrics.jsonl add up to."""
+    """What the lines of ledger.jsonl, metrics.jsonl and evaluations.jsonl add up to."""
 
     def __init__(self, tokens_per_step: int):  # TOTAL_BATCH_SIZE
         self.tokens_per_step = tokens_per_step
-        self.ledger, self.metrics = LogFile(Path("ledger.jsonl")), LogFile(Path("metrics.jsonl"))
+        self.ledger, self.metrics, self.evaluations = (
+            LogFile(Path(f"{name}.jsonl")) for name in ("ledger", "metrics", "evaluations"))
+        self.validated: dict[int, int] = {}  # step and number of items of the newest validation
         self.lines: list[tuple[int, bytes]] = []  # of the ledger, that are not in the digest yet
         self.digest, self.last = hashlib.sha256(), 0
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
@@ -84,7 +87,8 @@ class History:
 
     def read(self, folder: Path, step: int) -> None:
         """Read the new lines in a run's folder; a bad step after `step` may have a line in the ledger."""
-        self.ledger.path, self.metrics.path = folder / "ledger.jsonl", folder / "metrics.jsonl"
+        for log in (self.ledger, self.metrics, self.evaluations):
+            log.path = folder / log.path.name
         self.lines += [(entry.step, line) for line, entry in self.ledger.new_lines() if entry]
         if self.lines and self.logged_step is None:
             self.logged_step = self.lines[0][0] - 1
@@ -94,6 +98,9 @@ class History:
         for _, entry in self.metrics.new_lines():
             if entry:
                 self._add_metrics(entry.step, entry.model_extra)
+        for _, entry in self.evaluations.new_lines():
+            if entry and entry.name == VALIDATION:
+                self.validated = {entry.step: entry.n}
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.scores |= {name: (step, math.nan if value is None else value) for name, value in metrics.items()
@@ -186,7 +193,7 @@ def sections_of(card: str) -> dict[str, str]:
 def run_card(run: Run, history: History) -> str:
     """Return the card of a run's next checkpoint. Called on rank 0 only."""
     config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
-    data, scores = [*data_sets(run)], [*newest_scores(run, history.scores)]
+    data, scores = [*data_sets(run)], [*newest_scores(run, history)]
     digest = history.ledger_sha256(progress.step)
     task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
     results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
@@ -324,8 +331,9 @@ def made_from(manifest: Path) -> tuple[str, str, str]:
 Score = namedtuple("Score", "data metric value step stderr n chance", defaults=(None, None, None))
 
 
-def newest_scores(run: Run, scores: Mapping[str, tuple[int, float]]) -> Iterator[Score]:
+def newest_scores(run: Run, history: History) -> Iterator[Score]:
     """Yield the newest result of each evaluation."""
+    scores = history.scores
     titles = {choices.name: choices.title for choices in run.inputs.choice_sets}
 
     def beside(*names: str) -> list[Optional[float]]:
@@ -334,7 +342,8 @@ def newest_scores(run: Run, scores: Mapping[str, tuple[int, float]]) -> Iterator
     for name, (step, value) in scores.items():
         task = name.removesuffix("_norm").removesuffix("_acc")
         if name in ("val_loss", "val_bits_per_byte", "val_reward", "val_reward_accuracy"):
-            yield Score("validation split", name[4:], value, step, *beside(f"{name}_stderr"))
+            n = history.validated.get(step)
+            yield Score("validation split", name[4:], value, step, *beside(f"{name}_stderr"), n)
         elif name.startswith("generation_") and not name.endswith(("_n", "_stderr")):
             error_and_n = beside(f"{name}_stderr", "generation_n")
             yield Score("answers to held-out prompts", name[11:], value, step, *error_and_n)

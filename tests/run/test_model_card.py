@@ -39,6 +39,8 @@ def test_the_metadata_are_what_the_hub_reads(whole):
                      ("validation split", "bits_per_byte"): pytest.approx(newest["val_bits_per_byte"], abs=1e-6),
                      ("HellaSwag", "acc"): newest["hellaswag_acc"], ("HellaSwag", "acc_norm"): newest["hellaswag_acc_norm"]}
     assert hub.ModelCard(str(card)).data.to_dict() == data.to_dict()
+    (items,) = {line["n"] for line in whole.lines("evaluations") if line["name"] == "validation"}
+    assert re.search(rf"\| `validation split` \| loss \|.*\| {items} \|", str(card)), str(card)
 
 
 @pytest.mark.parametrize("by_epochs", [False, True])
