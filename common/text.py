@@ -127,7 +127,7 @@ def status_line(describe: Callable[[], str]) -> Iterator[None]:
                 if is_seen:
                     bar.set_description_str(printable(describe()))
                 elif is_first and now - max(started, _written) > patience:
-                    print_safely(f"  {describe()}, after {duration(now - started)}", sys.stderr)
+                    print_safely(f"  {describe()}, {duration(now - started)} since the start", sys.stderr)
                     patience *= 2
 
         thread = threading.Thread(target=follow, daemon=True)

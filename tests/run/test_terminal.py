@@ -56,7 +56,7 @@ def test_a_log_gets_a_line_after_each_longer_silence(monkeypatch):
     with text.status_line(lambda: "step 3: forward"):
         while log.getvalue().count("\n") < 4:
             time.sleep(0.001)
-    assert set(log.getvalue().splitlines()) == {"  step 3: forward, after 0 s"} and time.monotonic() - begun > 0.15, "10, 20, 40, 80 ms"
+    assert set(log.getvalue().splitlines()) == {"  step 3: forward, 0 s since the start"} and time.monotonic() - begun > 0.15, "10, 20, 40, 80 ms"
     monkeypatch.setattr(text, "QUIET_SECONDS", 60)
     with text.status_line(lambda: "step 4: forward"):
         time.sleep(0.05)
