@@ -135,26 +135,21 @@ def find_own(asked: Asked, newest: Path, known: Known, warn: store.Warn) -> Star
                                 f"{state['progress']['step']}. Choose another RUN_NAME, and set "
                                 f"{asked.usual}={run_dir.name}, or remove {name.upper()}")
 
-    # What the settings name may be the run's start, or one of its steps. Otherwise, a flag is an error.
+    # A flag may name the run's start, or one of its steps to go back to; a line of `.env` stays there.
     own = Start("continue", str(newest), True, named, step=state["progress"]["step"])
     if named is None or started_from(named, state["progress"], run_dir):
         return own
-    try:
-        folder = locate(asked, known, warn)
-    except CheckpointError:
-        if asked.setting in asked.for_this_start:
-            raise
-        folder = None
-    if folder and is_inside(folder, run_dir):
-        refuse_lora_on_full(asked, folder)
-        if folder.resolve() == newest.resolve():
-            return own
-        warn(f"{newest} is not used, because the settings name {folder}")
-        step = store.read_state(folder)["progress"]["step"]
-        return Start("continue", str(folder), True, named, asked.setting, step)
-    if asked.setting in asked.for_this_start:
+    if asked.setting not in asked.for_this_start:
+        return own._replace(named=None)  # the plan lists what of .env is not used
+    folder = locate(asked, known, warn)
+    if not (folder and is_inside(folder, run_dir)):
         raise CheckpointError(explain_other_start(newest, folder or named, asked, asked.setting.upper()))
-    return own._replace(named=None)  # the plan lists what of .env is not used
+    refuse_lora_on_full(asked, folder)
+    if folder.resolve() == newest.resolve():
+        return own
+    warn(f"{newest} is not used, because the settings name {folder}")
+    step = store.read_state(folder)["progress"]["step"]
+    return Start("continue", str(folder), True, named, asked.setting, step)
 
 
 def find_resumed(asked: Asked, newest: Optional[Path], known: Known, warn: store.Warn) -> Start:

@@ -82,6 +82,15 @@ def test_a_started_run_keeps_its_start_unless_a_flag_names_another():
     assert plan("--run-name", "tuned", PRETRAIN_CHECKPOINT="base", env="INSTRUCT_CHECKPOINT=chat\n").start.folder == STEP_5
 
 
+@pytest.mark.parametrize("setting", ["PRETRAIN_CHECKPOINT", "INSTRUCT_CHECKPOINT"])
+def test_a_line_of_env_never_takes_a_run_back_to_an_earlier_step(setting):
+    """It is there for the next stage, and stays for later starts, which would go back again."""
+    line = f"{setting}={STEP_3}"
+    loaded = plan("--run-name", "tuned", "--max-steps", 9, env=line + "\n")
+    assert (loaded.start.folder, loaded.start.step) == (STEP_5, 5) and not_used(loaded) == [line]
+    assert plan("--run-name", "tuned", "--max-steps", 9, **{setting: STEP_3}).start.folder == STEP_3
+
+
 @pytest.mark.parametrize("flags, words", [
     ([*SFT, "--pretrain-checkpoint", "gone"], "PRETRAIN_CHECKPOINT=gone (command line): there is no checkpoint 'gone' in runs or at that path"),
     ([*SFT, "--pretrain-checkpoint", "text"], "PRETRAIN_CHECKPOINT=text (command line): text is a file; name the folder"),
