@@ -22,13 +22,14 @@ from checkpoint import peft, schema, store
 from checkpoint.model_json import context_length, read_model_json
 from common.activity import foreign_call, phase
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import json_sha256
+from common.files import json_sha256, read_json
 from common.text import command, pip_install, printable
 from config import STAGE_OF_KIND, START_FROM, Config, path_rules
 from data_pipeline.examples import LENGTH_SHIFT, TARGET
 from data_pipeline.filters import words_of
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import (
+    MANIFEST,
     prepared_folder,
     read_data_manifest,
     sets_beside,
@@ -392,6 +393,21 @@ def with_set_of_run(config: Config, folder: Path, tokenizer: Any, say: Callable[
     return config
 
 
+def other_split(folder: Path, config: Config, tokenizer: Any) -> Optional[str]:
+    """Return the set that a checkpoint's run read, if it is the evaluated one with another held-out part."""
+    if config.validation_data_path or not config.data_path or not store.read_state(folder):
+        return None
+    own = with_set_of_run(settings_for(folder, Layer(), None), folder, tokenizer, lambda text: None)
+    if own.training_stage != config.training_stage or not own.data_path:
+        return None
+    theirs, ours = (read_json(Path(place) / MANIFEST) if source_of(Path(place)) else None
+                    for place in (own.data_path, config.data_path))
+    if theirs is None or ours is None or theirs["source"] != ours["source"]:
+        return None
+    fractions = [each["settings"].get("validation_fraction") for each in (theirs, ours)]
+    return own.data_path if fractions[0] != fractions[1] else None
+
+
 @collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext,
                objective_of: Optional[Path] = None) -> Run:
@@ -401,6 +417,10 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
     config = ranks.raise_on_all(
         lambda: with_set_of_run(config, objective_of or folder, tokenizer, context.log.info))
+    if objective_of and (other := ranks.raise_on_all(lambda: other_split(folder, config, tokenizer))):
+        context.log.warn(f"warning: {folder} was trained on {other}, of which another part is held out: it "
+                         f"may have learned items of {config.data_path} that are evaluated here. With --data, "
+                         "name a set that neither was trained on")
     model, _ = ranks.raise_on_all(
         lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer, config.compile))
     if config.max_seq_len > (context_of(folder) or config.max_seq_len):

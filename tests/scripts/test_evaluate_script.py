@@ -70,6 +70,11 @@ def test_after_another_preparation_a_run_finds_the_set_that_it_read(tiny_run, pr
     assert f"{link} is another set now than the one that the run read, which is used: {earlier}" in capsys.readouterr().err
     call(run.folder, "--max-seq-len", 64, "--total-batch-size", 1 << 15)
     assert f"which is used: {earlier}" in capsys.readouterr().err, "flags change the rows, but not the set"
+    other = tiny_run(**MEASURED, RUN_NAME="other", PRETRAIN_DATA_PATH=link).trained()
+    for models, is_warned in (((run.folder, other.folder), True), ((other.folder, other.folder), False), ((run.folder, run.folder), False)):
+        capsys.readouterr()
+        call(*models)
+        assert (f"was trained on {earlier}, of which another part is held out" in capsys.readouterr().err) == is_warned
     assert run.train(MAX_STEPS=3) == CheckpointError.exit_code
     assert f"(perhaps {earlier})" in capsys.readouterr().err
     assert run.train(MAX_STEPS=3, PRETRAIN_DATA_PATH=earlier) == 0
