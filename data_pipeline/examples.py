@@ -185,7 +185,7 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
 def describe_lengths(folder: Path, manifest: Mapping[str, Any]) -> str:
     """Return how many training examples of prepared chats or pairs each MAX_SEQ_LEN keeps whole."""
     tokenizer = TokenizerInfo(manifest["vocab_size"], None, manifest["document_start_id"])
-    examples, sizes = open_example_set(folder, "train", manifest["kind"], tokenizer, "never"), [512]
+    examples, sizes = open_example_set(folder, "train", manifest["kind"], tokenizer, "never"), [256]
     lengths = np.diff(examples.starts)
     if examples.kind == "pairs":  # the prompt with the longer answer
         lengths = lengths - (examples.segments >> LENGTH_SHIFT).reshape(-1, 3)[:, 1:].min(axis=1)

@@ -419,8 +419,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         lambda: with_set_of_run(config, objective_of or folder, tokenizer, context.log.info))
     if objective_of and (other := ranks.raise_on_all(lambda: other_split(folder, config, tokenizer))):
         context.log.warn(f"warning: {folder} was trained on {other}, of which another part is held out: it "
-                         f"may have learned items of {config.data_path} that are evaluated here. With --data, "
-                         "name a set that neither was trained on")
+                         f"may have learned items of {config.data_path} that are evaluated here. Name a set "
+                         "that neither was trained on with --data")
     model, _ = ranks.raise_on_all(
         lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer, config.compile))
     if config.max_seq_len > (context_of(folder) or config.max_seq_len):

@@ -18,7 +18,7 @@ import torch
 
 import lora
 import model_utils
-from checkpoint.model_json import hub_model, read_model_config, read_model_json
+from checkpoint.model_json import context_length, hub_model, read_model_config, read_model_json
 from checkpoint.schema import Progress
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
@@ -158,7 +158,8 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
         load_extensions(planned.config, partial(checked.line, "extensions", mark="warn"))
     checked.complete(partial(make_plan, argv, None))
     plan = checked.planned
-    sources = [where for name, where in planned.sources.items() if name != "check"]
+    given = planned.sources.items() - {("world_size", "environment")}  # by ./paddock check
+    sources = [where for name, where in given if name != "check"]
     implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in sources)
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")
@@ -278,8 +279,13 @@ class Check:
                 packed = [rows for rows in self.inputs.rows.sources if rows and rows.example_set]
                 lost = sum(rows.left_out + rows.truncated for rows in packed)
                 if packed and lost > LOST * sum(rows.left_out + rows.examples for rows in packed):
+                    start, longest = self.planned.start, math.inf
+                    if (model := Path(start.base or start.folder or "", "config.json")).exists():
+                        longest = context_length(read_model_json(model))
+                    advice = ", unless you raise it" if config.max_seq_len < longest else (
+                        ", as the model was not trained for longer ones")
                     self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN="
-                                      f"{config.max_seq_len}: raise it, or expect less", "warn")
+                                      f"{config.max_seq_len}: they are cut or left out{advice}", "warn")
                 batch = self.inputs.rows(np.array([0]))
                 tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
                 # The last target of a document, such as the end of an answer, is not an input: add it.
@@ -685,8 +691,9 @@ def most_checkpoints(config: Config) -> int:
 def describe_disk(config: Config, size: int) -> str:
     """Return the disk space for checkpoints of `size` bytes; raise an error if they do not fit."""
     most = most_checkpoints(config)
-    text = (f"up to {counted(most, 'checkpoint')} at a time, {size / GIB:.2f} GiB each, "
-            f"need{'s' * (most == 1)} {most * size / GIB:.2f} GiB")
+    each, together = (f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / 2**20:,.1f} MiB"
+                      for number in (size, most * size))
+    text = f"up to {counted(most, 'checkpoint')} at a time, {each} each, need{'s' * (most == 1)} {together}"
     if config.device_memory:  # the disk belongs to another machine, too
         return text
     folder = existing_parent((Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
