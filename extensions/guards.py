@@ -96,7 +96,7 @@ class Guards(Extension):
                 if entry and (scores := item_scores(entry.model_dump())):
                     self.losses.add(scores)
             best, rise = self.losses.best, self.losses.rise()
-            run.is_past_best = rise is not None
+            run.is_past_best = rise is not None or self.losses.is_worse_than_first()
             if rise and self.risen_from != best.step:
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"

@@ -127,7 +127,7 @@ class Run:
     measures: list[tuple[Callable, Callable]] = field(default_factory=list)
     plan: Optional[Plan] = None  # None outside training
     order: Optional[RowOrder] = None  # of the training rows; none for evaluations
-    is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
+    is_past_best: bool = False  # the validation loss has risen above its best, as an extension finds
     facts: dict[str, Any] = field(default_factory=dict)  # what extensions add to config.json, in lower case
 
     ranks = property(lambda self: self.context.ranks)

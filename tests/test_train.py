@@ -218,14 +218,14 @@ def test_start_step_counts_the_tokens_of_so_many_steps(finished, prepared, tmp_p
     assert run.column("tokens_seen") == {4: 4 * 256, 5: 5 * 256}
 
 
-def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
+def with_validation_losses(monkeypatch, losses: dict[int, float], items: int = 12) -> list[list]:
     """Give the n-th validation the n-th loss; returns a list that grows by the rows of each validation."""
     seen: list[list] = []
 
     def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         loss = losses[len(seen) - 1]
-        return loss, {}, {"count": np.ones(12), "loss": loss + np.tile([-1.0, -0.01, 0.01, 1.0], 3)}
+        return loss, {}, {"count": np.ones(items), "loss": loss + np.tile([-1.0, -0.01, 0.01, 1.0], items // 4)}
 
     monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     return seen
@@ -291,6 +291,13 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     assert "The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised" in " ".join(warned.split()), "not: is too high"
     assert "best 2.900 at step 5" in printed and re.search(r"use it .*run:best", printed) and "resume  " not in printed
     assert store.locate(f"{run.folder}:best", run.folder).name == "step-00000005"
+
+
+def test_with_few_items_a_loss_above_the_first_one_offers_the_best_checkpoint(tiny_run, monkeypatch, capsys):
+    with_validation_losses(monkeypatch, dict(enumerate([3.0, 2.9, 2.8, 3.5])), items=4)
+    tiny_run(VALIDATE_EVERY=1, SAVE_EVERY=2, MAX_STEPS=3, HELLASWAG_EVERY=0).trained()
+    printed = capsys.readouterr().out
+    assert re.search(r"use it .*run:best", printed) and "resume  " not in printed
 
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
