@@ -72,7 +72,6 @@ UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS
 # Passes, and those times the trained parameters for each target. Measured with 35k and 427k parameters on
 # 1k to 16k tokens of English: from both on, 31 to 100 % of rows are continued word for word, else at most 4.
 RECITING_PASSES, RECITING = 8, 1000
-MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
@@ -427,7 +426,7 @@ class Check:
         self.line("length", f"{tokens:,} tokens{ratio}{of_steps}; {config.max_steps * plan.needed:.2e} FLOPs")
         if config.max_steps < TRIAL_STEPS:
             return
-        most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
+        most_passes, passes, source = console.MOST_PASSES[config.training_stage], 0.0, ""
         if table := inputs and inputs.rows.source_table(config.max_steps * config.rows_read):
             passes, source = max((fact["passes"], f" of {fact['source']}") for fact in table)
         elif inputs and inputs.rows.mixing.is_complete:

@@ -47,6 +47,7 @@ SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
          "Accuracy (per character)": "per character"}
 COMPARED, SCANNED = 32, 1 << 26  # tokens: of the start of a document, and of a source, to compare documents
 AT_ONCE = 256  # examples
+MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -197,9 +198,11 @@ def requests(rows: Rows, header: list[int]) -> Iterator[bytes]:
 
 
 def times_read(config: Config, rows: Rows) -> str:
-    """Return how often a run reads its rows."""
-    times = config.max_steps * config.rows_read / len(rows)
-    return "the run reads " + (f"it {times:,.2f} times" if times >= 0.01 else f"{100 * times:.1g} % of it")
+    """Return how often a run reads its rows, and whether that is too often."""
+    times, most = config.max_steps * config.rows_read / len(rows), MOST_PASSES[config.training_stage]
+    if times < 0.01:
+        return f"the run reads {100 * times:.1g} % of it"
+    return f"the run reads it {times:,.2f} times" + f" (more than about {most} help little)" * (times > most)
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
