@@ -24,7 +24,7 @@ from common.errors import CheckpointError, DataError, PaddockError, SettingsErro
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import command, counted, duration, print_safely, show, status_line
 from config import SAMPLE, Config, rules
-from dataloaders import cache_of
+from dataloaders import Rows, cache_of
 from extensions import cost
 from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
@@ -275,16 +275,7 @@ class Check:
                 verified = "the shards of the first step" if config.prepare_ahead else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
-                packed = [rows for rows in self.inputs.rows.sources if rows and rows.example_set]
-                lost = sum(rows.left_out + rows.truncated for rows in packed)
-                if packed and lost > LOST * sum(rows.left_out + rows.examples for rows in packed):
-                    start, longest = self.planned.start, math.inf
-                    if (model := Path(start.base or start.folder or "", "config.json")).exists():
-                        longest = context_length(read_model_json(model))
-                    advice = ", unless you raise it" if config.max_seq_len < longest else (
-                        ", as the model was not trained for longer ones")
-                    self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN="
-                                      f"{config.max_seq_len}: they are cut or left out{advice}", "warn")
+                self.report_lost(self.inputs.rows)
                 batch = self.inputs.rows(np.array([0]))
                 tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
                 # The last target of a document, such as the end of an answer, is not an input: add it.
@@ -370,6 +361,20 @@ class Check:
             self.device, self.dtype = device, dtype
             self.line("hardware", text)
         self.line("batch", console.describe_batch(config))
+
+    def report_lost(self, rows: Rows) -> None:
+        """Warn if many examples do not fit into a row."""
+        packed = [source for source in rows.sources if source and source.example_set]
+        lost = sum(source.left_out + source.truncated for source in packed)
+        if not packed or lost <= LOST * sum(source.left_out + source.examples for source in packed):
+            return
+        start, length, longest = self.planned.start, self.config.max_seq_len, math.inf
+        if (model := Path(start.base or start.folder or "", "config.json")).exists():
+            longest = context_length(read_model_json(model))
+        advice = ", unless you raise it" if length < longest else (
+            ", as the model was not trained for longer ones")
+        self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN={length}: they are cut or "
+                          f"left out{advice}", "warn")
 
     def check_plan(self) -> None:
         """Forecast the run's length, memory, disk space and speed."""
