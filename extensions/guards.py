@@ -25,7 +25,7 @@ from evaluation.during_run import due
 from extensions.decide import difference_text
 from extensions.report.curves import Curve
 from extensions.report.data import LogFile
-from extensions.report.items import item_scores, trends
+from extensions.report.items import NOT_TRIVIAL, item_scores, trends
 from extensions.report.numbers import number_text
 from learn.optim import Reducer, learning_rate
 from model_utils import forced_eager
@@ -96,7 +96,9 @@ class Guards(Extension):
                 if entry and (scores := item_scores(entry.model_dump())):
                     self.losses.add(scores)
             best, rise = self.losses.best, self.losses.rise()
-            run.is_past_best = rise is not None or self.losses.is_worse_than_first()
+            if first := self.losses.first:  # a few items have no test, but may be worse than before training
+                since = self.losses.compare(first, self.losses.last)
+                run.is_past_best = rise is not None or since.difference > NOT_TRIVIAL * since.a
             if rise and self.risen_from != best.step:
                 self.risen_from = best.step
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"

@@ -102,8 +102,3 @@ class Trend:
         test = self.against(self.best)
         is_clear = test and self.sign * test.difference > NOT_TRIVIAL * abs(test.a) and test.p < ERROR
         return test if is_clear else None
-
-    def is_worse_than_first(self) -> bool:
-        """Return whether the last evaluation is worse than the first; no test, so also for a few items."""
-        test = self.first and self.compare(self.first, self.last)
-        return bool(test and self.sign * test.difference > NOT_TRIVIAL * abs(test.a))
