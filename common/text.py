@@ -48,7 +48,7 @@ DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 LABEL = re.compile(r"(\[\w+\] )?( *(ok|warn|FAIL) +| *)")  # how a line begins; what follows is below its end
 ESCAPES = re.compile(r"\x1b\[\d*m")
 STARTERS = r"(?:paddock|python[\d.]*|bash|torchrun)"
-COMMAND = re.compile(rf"(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # quoted if its path has a space
+COMMAND = re.compile(rf"(?:NPROC=\d+ )?(?:'[^']*{STARTERS}'|\S*{STARTERS}) [^ ].*$")  # perhaps quoted
 SIMILAR, SIMILAR_SHORT = 0.85, 0.8  # for difflib; one typo in a short name changes more of it
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
 

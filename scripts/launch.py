@@ -640,8 +640,11 @@ def main() -> None:
         saved = written and code in RESTARTED and f"step {step} is saved"
         words = "; ".join(filter(None, (words, saved)))
         print_safely(f"error: {job.describe(ending, words)}", sys.stderr)
-    elif words:
-        print_safely(f"{'Stopped by a signal' if code else 'Finished'}; {words}", sys.stdout)
+    elif words or args.node_rank:  # rank 0 says it on the first machine
+        written, step = newest_checkpoint(ending.run_folder)
+        saved = code and written and f"step {step} is saved"
+        how = "Stopped by a signal" if code else "Finished"
+        print_safely("; ".join(filter(None, (how, words, saved))), sys.stdout)
     raise SystemExit(code)
 
 

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Optional
@@ -47,6 +48,7 @@ class Machines(threading.Thread):
         self.states: list[dict[str, Any]] = [{} for _ in self.keys]
         self.texts: list[Optional[bytes]] = [None for _ in self.keys]
         self.heard = [0.0 for _ in self.keys]  # when each text was last seen to change
+        self.refused = False  # another launcher is this node
         self.error: Optional[Exception] = None
         self.failing_since = 0.0  # with errors of this type
         self.woken, self.stopped = threading.Event(), False
@@ -77,12 +79,24 @@ class Machines(threading.Thread):
             self.store = self.connect(self.host, self.port, is_master=False,
                                       timeout=timedelta(seconds=STORE_SECONDS))
             self.settings = json.loads(self.store.get("settings"))
+            self._register()
+        if self.refused:
+            return
         self.store.set(self.keys[self.node], json.dumps([beat, self.ours]))
         known = [node for node, key in enumerate(self.keys) if self.texts[node] or self.store.check([key])]
         for node, text in zip(known, self.store.multi_get([self.keys[node] for node in known])):
             if text != self.texts[node]:
                 self.states[node] = dict(json.loads(text)[1])
                 self.texts[node], self.heard[node] = text, time.monotonic()
+
+    def _register(self) -> None:
+        """Become this node, unless another launcher that gives signs of life is it already."""
+        name, holder = str(uuid.uuid4()), f"holder-{self.node}"
+        key, store = self.keys[self.node], self.store
+        if store.compare_set(holder, "", name).decode() != name:
+            before = store.get(key) if store.check([key]) else b""
+            time.sleep(3 * BEAT_SECONDS)
+            self.refused = store.check([key]) and store.get(key) != before
 
     def publish(self, **values: Any) -> None:
         """Let the other machines read values; wait until they can, or the store is lost."""
@@ -109,6 +123,8 @@ class Machines(threading.Thread):
             if other is not None:
                 return missing, (f"node {other} was started with --nnodes {counts[other]}, this one with "
                                  f"--nnodes {len(self.keys)}")
+            if self.refused:
+                return missing, f"node {self.node} is here already"
             if not missing:
                 return [], ""
             now, error, limit, deadline = time.monotonic(), self.error, seconds, started + seconds

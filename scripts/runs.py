@@ -83,7 +83,10 @@ def read_run(folder: Path, name: str) -> Run:
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
     found = next((curve for curve in results if curve in reader.curves), None)
-    loss = f"{result_text(found, reader.curves[found].newest[0])} {results[found]}" if found else "-"
+    loss = "-"
+    if found:
+        value, step = reader.curves[found].newest
+        loss = f"{result_text(found, value)} {results[found]}{f' at {step:,}' * (step < reader.step)}"
     stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
     starts = " ".join(setting_text(settings.get(setting)) for setting in STARTS)

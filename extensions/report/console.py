@@ -54,8 +54,11 @@ def describe_model(config: Config, vocab_size: int) -> str:
     """Return the model's size, shape and sharding."""
     sharded = ""
     if config.sharding != "none":
+        is_guess = config.sharding == "hybrid" and not config.shard_degree and (
+            "LOCAL_WORLD_SIZE" not in os.environ)
         sharded = (f"; sharded over {config.ranks_per_copy} of "
-                   f"{counted(config.world_size, 'rank')} (SHARDING={config.sharding})"
+                   f"{counted(config.world_size, 'rank')} (SHARDING={config.sharding}"
+                   f"{', with 8 ranks per machine' * is_guess})"
                    f"{', in host memory' if config.cpu_offload else ''}")
     family = f"{config.model_type}, " if config.model_type != "llama" else ""
     return (f"{parameter_count(config, vocab_size):,} parameters: {family}"
@@ -320,7 +323,8 @@ def how_to_start(world_size: int, flags: Sequence[str | Path]) -> str:
     if world_size > 1 and process.LAUNCHER_PID not in os.environ:
         program = "torchrun "
     elif not are_several:
-        return command("scripts/run.py", *flags)
+        usual = torch.cuda.device_count() or 1
+        return f"NPROC={world_size} " * (world_size != usual) + command("scripts/run.py", *flags)
     return f"the same {program}command{' on each machine' * are_several}, with {shlex.join(map(str, flags))}"
 
 

@@ -68,8 +68,12 @@ done
 if [ "$code" = 143 ] && [ "$requeue" = yes ]; then
     if [ "$restarts" -ge "${MAX_RESTARTS:-100}" ]; then
         echo "error: this job was restarted $restarts times; submit it again, or set MAX_RESTARTS" >&2
-    elif ! scontrol requeue "$SLURM_JOB_ID"; then
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        echo "saved, and requeued: nothing needs to be submitted"
+    else
         echo "error: Slurm cannot requeue this job; submit it again" >&2
     fi
+elif [ "$code" != 0 ] && [ "$code" != 143 ]; then
+    echo "error: the run ended with exit code $code; see slurm-$SLURM_JOB_ID-node-*.out" >&2
 fi
 exit "$code"

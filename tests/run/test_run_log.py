@@ -272,7 +272,7 @@ def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(un
 
 
 @pytest.mark.parametrize(("world_size", "environ", "words"), [
-    (1, {}, "train --run-name x"), (2, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "train --run-name x"),
+    (1, {}, "train --run-name x"), (2, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "train --run-name x"),  # after NPROC=2
     (2, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command, with --run-name x"),
     (4, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command on each machine, with --run-name x"),
     (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "the same command on each machine, with --run-name x"),
@@ -281,4 +281,5 @@ def test_the_last_line_names_what_resumes_this_kind_of_job(world_size, environ, 
     for name in ("LAUNCHER", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
         variable = process.LAUNCHER_PID if name == "LAUNCHER" else name
         monkeypatch.setenv(variable, environ[name]) if name in environ else monkeypatch.delenv(variable, raising=False)
-    assert how_to_start(world_size, ["--run-name", "x"]).endswith(words)
+    how = how_to_start(world_size, ["--run-name", "x"])
+    assert how.endswith(words) and how.startswith("NPROC=2 ") == (world_size == 2 and "LAUNCHER" in environ)

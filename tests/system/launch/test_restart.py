@@ -180,6 +180,20 @@ def test_another_number_of_machines_is_named_at_once_by_both(hosted):
     assert problems == ["node 1 was started with --nnodes 3, this one with --nnodes 2", "node 0 was started with --nnodes 2, this one with --nnodes 3"]
 
 
+def test_a_node_rank_that_is_used_twice_is_refused_and_a_launcher_that_ended_is_replaced(hosted):
+    first, twice, again = (Machines(hosted.host, hosted.port, 1, 3) for _ in range(3))
+
+    def start(launcher: Machines) -> str:
+        launcher.publish(ranks=1)
+        launcher.start()
+        return launcher.wait("ranks", "start", PATIENCE, True, nodes=[1])[1]
+
+    assert [start(first), start(twice)] == ["", "node 1 is here already"]
+    first.stop(), twice.stop()
+    assert start(again) == ""
+    again.stop()
+
+
 @pytest.mark.parametrize(("text", "problem"), [
     (b"\x80\x04", "node 1 did not answer"), (b"5", "node 1 did not answer"),
     (b'[0, {"ended-0": {"again": true, "cause": [5], "newest": [0, 7]}}]', "a machine's report is not valid"),
