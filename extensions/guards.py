@@ -109,7 +109,7 @@ class Guards(Extension):
                 for line in read_entries(run.folder / "metrics.jsonl"):
                     rates.add(line["step"], line.get("learning_rate", math.nan))
                 rates.add(run.progress.step, learning_rate(run.progress.updates - 1, run.config))
-                why = "If it keeps rising, the run overfits"
+                why = "The run overfits" if run.finished else "If it keeps rising, the run overfits"
                 if rates.rises_again_since(best.step):
                     why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. "
                            "The loss usually falls below its best as the rate decays. If it does not")
