@@ -81,7 +81,9 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     choose(total_batch_size=rows * config.max_seq_len)
     rows = max(1, config.rows_per_step // config.planned_ranks)
     most = min(rows, MOST_ROWS, int(ACTIVATIONS / (config.dim * config.n_layers * config.max_seq_len)))
-    choose(micro_batch_size=next(n for n in range(max(1, most), 0, -1) if rows % n == 0))
+    row = config.max_seq_len * config.planned_ranks
+    choose(micro_batch_size=next((n for n in range(max(1, most), 0, -1)
+                                  if config.total_batch_size % (n * row) == 0), 1))
     steps = math.ceil(tokens / config.total_batch_size)
     choose(max_steps=steps)
     if not config.epochs:  # then the data decides the number of steps, and of these

@@ -145,5 +145,5 @@ class Machines(threading.Thread):
                 left = f"{time_text(round(deadline - now))} left" if minutes else f"up to {time_text(limit)}"
                 if not is_start and limit > SILENT_SECONDS:
                     left += f", or {time_text(SILENT_SECONDS)} without a sign of life"
-                show(f"Waiting for {node_names(missing)} to {purpose} ({left}){reason}")
+                show(f"Waiting for {node_names(missing)} to {purpose} ({left}){reason * is_start}")
             time.sleep(BEAT_SECONDS / 5)

@@ -319,7 +319,9 @@ def how_to_start(world_size: int, flags: Sequence[str | Path]) -> str:
     """Return how this job is started again with flags: a command, or words if its other flags are unknown."""
     are_several, program = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size, ""
     if are_several and "SLURM_JOB_ID" in os.environ:
-        return f"the same sbatch command, with {shlex.join(map(str, flags))}"
+        is_named = "RUN_NAME" in os.environ  # by slurm.sh, after the job
+        added = shlex.join(map(str, flags[2 * is_named:]))  # --run-name comes first
+        return f"the same sbatch command{f', with {added}' * bool(added)}"
     if world_size > 1 and process.LAUNCHER_PID not in os.environ:
         program = "torchrun "
     elif not are_several:

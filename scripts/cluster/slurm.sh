@@ -73,7 +73,9 @@ if [ "$code" = 143 ] && [ "$requeue" = yes ]; then
     else
         echo "error: Slurm cannot requeue this job; submit it again" >&2
     fi
-elif [ "$code" != 0 ] && [ "$code" != 143 ]; then
+elif [ "$code" = 143 ]; then
+    echo "stopped and saved: the same sbatch command resumes"
+elif [ "$code" != 0 ]; then
     echo "error: the run ended with exit code $code; see slurm-$SLURM_JOB_ID-node-*.out" >&2
 fi
 exit "$code"

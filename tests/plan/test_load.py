@@ -296,6 +296,7 @@ def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_o
 
 DPO = "--training-stage dpo --dpo-data-path x --instruct-checkpoint base"
 IMPOSSIBLE = [  # flags, and words of the error
+    ("--depth 2 --total-batch-size 4000", "must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * WORLD_SIZE = 1 * 256 * 1 = 256; try 3840 or 4096"),
     ("--total-batch-size 500000", "must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
     ("--total-batch-size 4096", "try 8192, or keep it and use MICRO_BATCH_SIZE=0, which"),
     ("--world-size 3 --check", "= 24576; try 516096 or 540672, or keep it and use 2 ranks"),

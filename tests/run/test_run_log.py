@@ -276,9 +276,10 @@ def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(un
     (2, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command, with --run-name x"),
     (4, {"LOCAL_WORLD_SIZE": "2"}, "the same torchrun command on each machine, with --run-name x"),
     (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2"}, "the same command on each machine, with --run-name x"),
-    (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}, "the same sbatch command, with --run-name x")])
+    (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}, "the same sbatch command, with --run-name x"),
+    (4, {"LAUNCHER": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "RUN_NAME": "x"}, "the same sbatch command")])
 def test_the_last_line_names_what_resumes_this_kind_of_job(world_size, environ, words, monkeypatch):
-    for name in ("LAUNCHER", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
+    for name in ("LAUNCHER", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "RUN_NAME"):
         variable = process.LAUNCHER_PID if name == "LAUNCHER" else name
         monkeypatch.setenv(variable, environ[name]) if name in environ else monkeypatch.delenv(variable, raising=False)
     how = how_to_start(world_size, ["--run-name", "x"])
