@@ -75,6 +75,7 @@ RECITING_PASSES, RECITING = 8, 1000
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
+NOTED_VALIDATION = 0.1  # of the steps' time
 SAME_MEMORY = 0.08  # another GPU differs by more: one of 80 GB has 80e9 to 85.9e9 bytes
 TIGHT = 0.08  # a smaller share of the memory is too little to leave free, as forecasts are good to 5 %
 # The GPU that a plan assumes by its GB, and the share of its dense bf16 that the run reaches.
@@ -482,6 +483,14 @@ class Check:
             text += f", for example with {found}"
         self.line("memory", text, "warn")
 
+    def validation_share(self, steps: int) -> float:
+        """Return the time of the validations of so many steps, in times of these: a row has no backward."""
+        rows, config = self.inputs and self.inputs.validation_rows, self.config
+        if not rows or not config.validate_every:
+            return 0.0
+        each = min(config.validation_rows, len(rows))
+        return (steps // config.validate_every + 1) * each / (3 * steps * config.rows_per_step)
+
     def report_speed(self, config: Config, plan: StepPlan) -> None:
         """Print the run's speed and duration: measured within seconds, or from FLOPs for planned GPUs."""
         done = self.start.step if self.start is not None and self.start.kind == "continue" else 0
@@ -500,8 +509,13 @@ class Check:
                                             for each in seconds))
             hours = f" ({hours} GPU hours)" * (self.device.type == "cuda")
             left = f"{counted(steps, 'step')}{' left' * bool(done)}"
-            self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for {left}{hours}, "
-                               f"not counting {uncounted}evaluation and saving")
+            share, validations = self.validation_share(steps), ""
+            if share > NOTED_VALIDATION:
+                longer = span(duration, (steps * each * share for each in seconds))
+                validations = f", and at least {longer} for validation"
+            other = "other " * bool(validations)
+            self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for {left}{hours}"
+                               f"{validations}, not counting {uncounted}{other}evaluation and saving")
 
         if config.device_memory:
             peak, source = planned_peak(config)

@@ -294,7 +294,8 @@ def main() -> None:
         convert(folder, output, kind)
     file, name, described = (shlex.quote(str(each)) for each in
                              (output, output.stem, output.with_suffix(".Modelfile")))
-    show(f"{output} is ready. In llama.cpp: llama-cli -m {file}",
+    show(f"{output} is ready ({kind}, {output.stat().st_size / 1e6:,.0f} MB, its tensors compared with the "
+         f"model's). In llama.cpp: llama-cli -m {file}",
          f"For a model that was only pretrained: llama-completion -m {file} -no-cnv -p Once",
          f"In Ollama: ollama create {name} -f {described}")
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.manifest import CARD, MANIFEST, fault_of, read_manifest_bytes
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, run_script
+from common.errors import CheckpointError, SettingsError, local_path, run_script
 from common.files import plain, read_plain
 from common.text import command, counted, percent, printable, show
 
@@ -39,8 +39,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
             folder = find_run(str(folder))
     if folder.suffix == ".gguf":
-        raise CheckpointError(f"{folder} was compared with its model when it was exported; to check a copy, "
-                              f"import it: {command('scripts/import_checkpoint.py', folder, 'FOLDER')}")
+        raise SettingsError(f"{folder} has no checksums to verify: its export compared it with the model; "
+                            "compare a copy with it by sha256sum")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; pass a checkpoint or a run, such as "
                               f"{command('scripts/runs.py')} lists")

@@ -192,12 +192,12 @@ def rounded(value: Optional[float], digits: int = 6) -> Optional[float]:
 
 
 def as_json(points: Points) -> dict[str, list]:
-    """Return points as JSON: steps, and values with six digits, null for a gap.
+    """Return points as JSON: steps, and values with eight digits, null for a gap. People see half as many.
 
     `low` and `high`, with four digits, are included if some points are merged.
     """
     curve = {"x": np.rint(points.x).astype(int).tolist(),
-             "y": [rounded(value) for value in points.y.tolist()]}
+             "y": [rounded(value, 8) for value in points.y.tolist()]}
     if (points.count > 1).any():
         curve |= {"low": [rounded(value, 4) for value in points.low.tolist()],
                   "high": [rounded(value, 4) for value in points.high.tolist()]}

@@ -169,7 +169,7 @@ def test_a_point_is_the_mean_and_the_range_of_the_values_it_stands_for(values, m
 
 def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
     curve = curve_of([1, 2, 3, 4], [1.0, np.inf, None, 2 / 3])
-    assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.666667]} and curve.newest == (2 / 3, 4)
+    assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.66666667]} and curve.newest == (2 / 3, 4)
     assert curve.known()[0].tolist() == [1, 4] and (curve.at(4), curve.at(3), curve.at(5)) == (2 / 3, None, None)
 
 
