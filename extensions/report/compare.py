@@ -61,6 +61,10 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
                 row["cells"]["ab".index(test["better"])]["is_better"] = True
     sentences += [f"{run.name} {run.state()[1]}; it counts as the worst, and is left out of means"
                   for run in runs if has_failed(run)]
+    risen = [run.name for run in runs if (losses := run.trends["val_loss"]).last and losses.rise()]
+    if risen and len(runs) == 2:
+        sentences.append(f"{' and '.join(risen)} ended above the best validation loss; to compare the best "
+                         f"checkpoints: {PROGRAM} eval {runs[0].name}:best {runs[1].name}:best")
     return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
             "refused": refused, "configurations": configurations}
 

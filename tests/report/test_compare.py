@@ -141,6 +141,15 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
         for label, size, items in (("validation loss", "0.0000", "16"), ("HellaSwag accuracy", "0.0 points", "1,000"))]
 
 
+def test_a_comparison_of_a_run_that_ended_above_its_best_names_the_best_checkpoints(tmp_path, right):
+    runs = [write_run(tmp_path / name, {"MAX_STEPS": 10, "RUN_NAME": name}, [{"step": 5, "val_loss": 2.5}, {"step": 10, "val_loss": 2.5}],
+                      [{"step": step, "name": "validation", "items": "abc", "n": 16, "loss": (2.5 + shift + np.arange(16) / 100).tolist(), "count": [256] * 16}
+                       for step, shift in ((5, 0.0), (10, last))]) for name, last in (("a", 0.9), ("b", -0.1))]
+    last = comparison(runs)["sentences"][-1]
+    assert last.startswith("a ended above the best validation loss; to compare the best checkpoints: ") and last.endswith(" eval a:best b:best")
+    assert "ended above" not in " ".join(comparison(runs[1:] * 2)["sentences"])
+
+
 def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):
     for count, refused in ((1, "1 chat"), (9, "9 chats"), (10, None)):
         losses = [0.1 * place for place in range(count)]
