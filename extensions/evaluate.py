@@ -397,7 +397,10 @@ def other_split(folder: Path, config: Config, tokenizer: Any) -> Optional[str]:
     """Return the set that a checkpoint's run read, if it is the evaluated one with another held-out part."""
     if config.validation_data_path or not config.data_path or not store.read_state(folder):
         return None
-    own = with_set_of_run(settings_for(folder, Layer(), None), folder, tokenizer, lambda text: None)
+    try:
+        own = with_set_of_run(settings_for(folder, Layer(), None), folder, tokenizer, lambda text: None)
+    except PaddockError:  # of settings that are not needed here, such as a file that is gone
+        return None
     if own.training_stage != config.training_stage or not own.data_path:
         return None
     theirs, ours = (read_json(Path(place) / MANIFEST) if source_of(Path(place)) else None

@@ -34,7 +34,12 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
 from common.text import aligned, duration, print_safely, show, status_line  # noqa: E402
-from extensions.report.numbers import metric_title, number_text, result_text, without_control_tokens  # noqa: E402
+from extensions.report.numbers import (  # noqa: E402
+    metric_title,
+    number_text,
+    result_text,
+    without_control_tokens,
+)
 from plan.layers import read_flags  # noqa: E402
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
