@@ -405,6 +405,11 @@ function samples() {
   });
 }
 
+const bar = (shares, label) => h("div", {class: "bar", role: "img", "aria-label": label},
+  shares.map((share, i) => h("span", {style: `flex: ${share}; color: ${color(i)}`})));
+const legendOf = (labels) => h("ul", {class: "parts"},
+  labels.map((label, i) => label && h("li", {}, swatch(color(i)), label)));
+
 /** How a run spent its time, as a bar with a legend. */
 function goodput({share, seconds, parts}) {
   const said = `${percent(share)} of ${duration(seconds)} was spent on steps that count (goodput).`;
