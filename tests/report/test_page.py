@@ -90,6 +90,16 @@ def failed(data: dict) -> dict:
     return data
 
 
+def test_a_long_run_says_how_it_spent_its_time(show, alone, both):
+    spent = {"share": 0.9, "seconds": 3600, "interruptions": [], "parts": [{"name": "steps", "seconds": 3240}, {"name": "saving", "seconds": 360}]}
+    alone["runs"][0]["goodput"] = spent
+    time = show(alone).locator("#time")
+    assert "90 % of 1 h 00 min was spent on steps" in time.inner_text() and time.locator(".bar").count() == 1
+    both["runs"] = [{**run, "name": f"{run['name']}-{number}"} for number in range(8) for run in both["runs"]]
+    time = show(both | {"overview": True}).locator("#time")
+    assert time.locator(".bar").count() > 1, "the phases of each of many runs"
+
+
 def test_the_page_shows_all_of_its_data(show, alone, both, tmp_path):
     both["runs"][1]["samples"].append({"step": 6, "prompt": HOSTILE, "text": HOSTILE})
     page = show(both)
