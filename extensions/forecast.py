@@ -26,6 +26,7 @@ from common.text import command, counted, duration, print_safely, show, status_l
 from config import SAMPLE, Config, rules
 from dataloaders import Rows, cache_of
 from extensions import cost
+from extensions.cautions import cautions
 from extensions.evaluate import check_metric, function_of, read_held_out
 from extensions.online import Rewards, Rollouts
 from extensions.profile import PEAK_TFLOPS, peak_flops
@@ -174,9 +175,9 @@ def check(planned: Plan | PaddockError, argv: Sequence[str]) -> int:
     else:
         how = {mark: "memory" in dict(checked.lines[mark]) for mark in ("ok", "warn")}
         fits = "fits" if how["ok"] else "barely fits" if how["warn"] else "is complete"
-        steps, start = plan.config.max_steps, checked.start
-        if start is not None and start.kind == "continue" and start.is_own and start.step >= steps:
-            show(f"Nothing to do: the run has finished step {start.step:,} of MAX_STEPS={steps}.")
+        if checked.is_finished:
+            show(f"Nothing to do: the run has finished step {checked.start.step:,} of "
+                 f"MAX_STEPS={plan.config.max_steps}.")
         else:
             problem = "data or a tokenizer is missing"
             if any("needs a start checkpoint" in warning for warning in plan.warnings):
@@ -214,6 +215,13 @@ class Check:
         self.teacher: Optional[Path] = None
         self.start: Optional[Start] = None
         self.plan: Optional[StepPlan] = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run's own checkpoint is at its last step."""
+        start = self.start
+        return start is not None and start.kind == "continue" and start.is_own and (
+            start.step >= self.config.max_steps)
 
     def line(self, name: str, text: str, mark: str = "ok") -> None:
         self.lines[mark] += [(name, each) for each in text.splitlines()]
@@ -330,6 +338,8 @@ class Check:
                 told = len(plan.notes), len(plan.warnings)
                 plan = with_tokens(with_identities(plan, self.inputs, run_dir), self.inputs)
                 self.messages("start", plan.notes[told[0]:], plan.warnings[told[1]:])
+                if plan.start.kind == "from":
+                    self.messages("start", (), [*cautions(plan)])
             start = plan.start
             if config.resume == "never" and has_run(run_dir):
                 self.line("start", f"RESUME=never moves the existing run in {run_dir} aside", "warn")
@@ -366,7 +376,9 @@ class Check:
     def report_lost(self, rows: Rows) -> None:
         """Warn if many examples do not fit into a row."""
         packed = [source for source in rows.sources if source and source.example_set]
-        lost = sum(source.left_out + source.truncated for source in packed)
+        counts = {name: sum(getattr(source, field) for source in packed)
+                  for name, field in (("cut", "truncated"), ("left out", "left_out"))}
+        lost = sum(counts.values())
         if not packed or lost <= LOST * sum(source.left_out + source.examples for source in packed):
             return
         start, length, longest = self.planned.start, self.config.max_seq_len, math.inf
@@ -374,8 +386,9 @@ class Check:
             longest = context_length(read_model_json(model))
         advice = ", unless you raise it" if length < longest else (
             ", as the model was not trained for longer ones")
-        self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN={length}: they are cut or "
-                          f"left out{advice}", "warn")
+        lists = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
+        self.line("data", f"{counted(lost, 'example')} do not fit into MAX_SEQ_LEN={length}: {lists}{advice}",
+                  "warn")
 
     def check_plan(self) -> None:
         """Forecast the run's length, memory, disk space and speed."""
@@ -430,7 +443,7 @@ class Check:
             of_steps = (f" in {counted(config.max_steps, 'step')}, as the steps of EPOCHS={config.epochs:g} "
                         "depend on data that is not here")
         self.line("length", f"{tokens:,} tokens{ratio}{of_steps}; {config.max_steps * plan.needed:.2e} FLOPs")
-        if config.max_steps < TRIAL_STEPS:
+        if config.max_steps < TRIAL_STEPS or self.is_finished:  # no advice is needed
             return
         most_passes, passes, source = console.MOST_PASSES[config.training_stage], 0.0, ""
         if table := inputs and inputs.rows.source_table(config.max_steps * config.rows_read):
@@ -444,9 +457,13 @@ class Check:
                 advice = "use more data, or a smaller model (DEPTH)"
             self.line("length", f"few tokens for a model of this size: {advice}", "warn")
         if passes > most_passes:
+            remedy = f"set MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE"
+            places = [f"{name.upper()} ({where})" for name in ("max_steps", "epochs", "total_batch_size")
+                      if (where := self.planned.sources.get(name))]
+            if config.training_stage != "pretrain" and places:  # the number of rows is a better guide
+                remedy = f"remove {' and '.join(places)}, for values that suit the data"
             self.line("length", f"the run reads the data{source} {passes:,.0f} times, but more than about "
-                                f"{most_passes} passes help little: use more data, or set "
-                                f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE", "warn")
+                                f"{most_passes} passes help little: use more data, or {remedy}", "warn")
         per_target = plan.trained * passes / (config.max_steps * plan.targets)  # of the different targets
         if config.training_stage in ("pretrain", "sft") and passes >= RECITING_PASSES and (
                 per_target * passes >= RECITING):

@@ -22,6 +22,7 @@ from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command, counted, setting_text
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.cautions import cautions
 from extensions.decide import difference_text
 from extensions.report.curves import Curve
 from extensions.report.data import LogFile
@@ -59,6 +60,9 @@ class Guards(Extension):
         argv_R = run.ranks.all_gather_json(sys.argv[1:]) if run.ranks.world_size > 1 else []
         if not run.ranks.is_rank0:
             return
+        if run.plan and run.plan.start.kind == "from":
+            for text in cautions(run.plan):
+                run.log.warn(text)
         for rank, argv in enumerate(argv_R):
             if unused := flags_beside(argv_R[0], argv):
                 run.log.warn(f"rank {rank} was started with other flags than rank 0, which decides; not "

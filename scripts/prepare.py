@@ -33,10 +33,12 @@ SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.p
 
 def train_command(kind: str, folder: Path, used) -> str:
     """Return the command that trains on a set prepared with the settings `used`, whatever `.env` is for."""
+    from checkpoint.store import BEST
     from common.remote import is_hub_name
     from config import STAGE_OF_KIND, START_FROM
     from data_pipeline import mixture
     from data_pipeline.prepare import read_prepared
+    from extensions.cautions import past_best
     from plan.derived import saved_settings
     from plan.make import make_plan
 
@@ -68,10 +70,11 @@ def train_command(kind: str, folder: Path, used) -> str:
         tokenizer = used.tokenizer_path
         is_model = os.path.isfile(os.path.join(tokenizer, "config.json")) or is_hub_name(tokenizer)
         steps = sorted(Path(config.output_dir).glob("*/checkpoints/step-*"), key=os.path.getmtime)
-        runs = [(int(step.name[5:]) >= saved["MAX_STEPS"], step.parents[1].name) for step in steps
+        runs = [(int(step.name[5:]) >= saved["MAX_STEPS"], step) for step in steps
                 if (saved := saved_settings(step)) and saved["TOKENIZER_PATH"] == tokenizer
                 and saved["TRAINING_STAGE"] == ("pretrain" if stage == "sft" else "sft")]
-        newest = [name for _, name in sorted(runs, key=itemgetter(0))][-1:]  # a finished one, if there is one
+        newest = [step.parents[1].name + BEST * bool(past_best(step))
+                  for _, step in sorted(runs, key=itemgetter(0))[-1:]]  # a finished one, if there is one
         named = [getattr(used, name) for name in used.start_settings]
         start = [*named, *([tokenizer] if is_model else newest), "MODEL"][0]
         wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start

@@ -22,6 +22,7 @@ from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import command, print_safely
 from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
+from extensions.cautions import better_one
 from extensions.inference.engine import never_sample
 from extensions.inference.text import LanguageModel
 from extensions.other_trainers import unused_fields
@@ -52,6 +53,8 @@ def find_model(name: str) -> Path:
         export(loaded)  # HF_TOKEN
         run_dir = Path(loaded.config.output_dir) / "-"
     folder = store.locate(name, run_dir)
+    for text in better_one(name, folder):
+        store.warn_on_console(text)
     if folder != Path(name).expanduser():
         print_safely(f"Using {folder}", sys.stderr)
     return folder

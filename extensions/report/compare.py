@@ -61,12 +61,21 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
                 row["cells"]["ab".index(test["better"])]["is_better"] = True
     sentences += [f"{run.name} {run.state()[1]}; it counts as the worst, and is left out of means"
                   for run in runs if has_failed(run)]
-    risen = [run.name for run in runs if (losses := run.trends["val_loss"]).last and losses.rise()]
-    if risen and len(runs) == 2:
-        sentences.append(f"{' and '.join(risen)} ended above the best validation loss; to compare the best "
-                         f"checkpoints: {PROGRAM} eval {runs[0].name}:best {runs[1].name}:best")
+    if len(runs) == 2:
+        sentences += other_checkpoints(runs, max((test["step"] for test in paired), default=math.inf))
     return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
             "refused": refused, "configurations": configurations}
+
+
+def other_checkpoints(runs: list[RunReader], tested: float) -> Iterator[str]:
+    """Yield which other checkpoints of two runs may matter than those at the tested step, and a command."""
+    names, losses = [run.name for run in runs], [run.trends["val_loss"] for run in runs]
+    if longer := [name for name, loss in zip(names, losses) if loss.last and loss.last.step > tested]:
+        yield (f"{' and '.join(longer)} went on after step {tested:,}; to compare the last models: "
+               f"{PROGRAM} eval {' '.join(names)}")
+    if risen := [name for name, loss in zip(names, losses) if loss.last and loss.rise()]:
+        yield (f"{' and '.join(risen)} ended above the best validation loss; to compare the best "
+               f"checkpoints: {PROGRAM} eval {names[0]}:best {names[1]}:best")
 
 
 def choice_name(runs: list[RunReader]) -> str:

@@ -1,6 +1,7 @@
 """Paired tests, against scipy where it is installed; and what they say of two runs."""
 
 import json
+import re
 from types import MappingProxyType
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.schema import packed_bits
+from common.text import PROGRAM
 from extensions.decide import ERROR, compare, compare_items, holm, sign_test
 from extensions.report.compare import ONE_SEED, comparison
 from extensions.report.data import RunReader
@@ -91,7 +93,8 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
     assert loss["sentence"].startswith("validation loss at step 10: of these two models, b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
-    assert found["sentences"] == [loss["sentence"], accuracy["sentence"], ONE_SEED]
+    assert found["sentences"] == [loss["sentence"], accuracy["sentence"], ONE_SEED,
+                                  f"a went on after step 10; to compare the last models: {PROGRAM} eval a b"]
     marked = [row["name"] for row in found["results"] if any(cell and cell.get("is_better") for cell in row["cells"])]
     assert marked == ["validation loss at step 10", "stories accuracy at step 10"], "bold only where a test says so"
 
@@ -147,7 +150,15 @@ def test_a_comparison_of_a_run_that_ended_above_its_best_names_the_best_checkpoi
                        for step, shift in ((5, 0.0), (10, last))]) for name, last in (("a", 0.9), ("b", -0.1))]
     last = comparison(runs)["sentences"][-1]
     assert last.startswith("a ended above the best validation loss; to compare the best checkpoints: ") and last.endswith(" eval a:best b:best")
-    assert "ended above" not in " ".join(comparison(runs[1:] * 2)["sentences"])
+    assert not {"ended above", "went on"} & {*re.findall("ended above|went on", " ".join(comparison(runs[1:] * 2)["sentences"]))}
+
+
+def test_a_comparison_before_the_end_of_a_run_says_so(tmp_path, right):
+    runs = [write_run(tmp_path / name, {"MAX_STEPS": end, "RUN_NAME": name}, [{"step": step, "val_loss": 2.5} for step in range(5, end + 1, 5)],
+                      [{"step": step, "name": "validation", "items": "abc", "n": 16, "loss": (2.5 - step / 100 + np.arange(16) / 100).tolist(), "count": [256] * 16}
+                       for step in range(5, end + 1, 5)]) for name, end in (("a", 10), ("b", 15))]
+    assert comparison(runs)["sentences"][-1].startswith("b went on after step 10; to compare the last models: ")
+    assert comparison(runs)["sentences"][-1].endswith(" eval a b")
 
 
 def test_below_ten_items_there_is_no_test_and_a_sentence_says_so(tmp_path):

@@ -85,7 +85,7 @@ def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_wor
     validations = re.findall(r"Validation \[\d/4\] \| Loss: (\S+) ± (\S+) \| Perplexity: (\S+)", log)
     assert len(validations) == 3 and validations == re.findall(r"  val  loss (\S+) ± (\S+)  ppl (\S+)  ", plain)
 
-    assert plain.count("best, saving") == log.count("best so far") > 0 and "Saved" not in plain, "the validation's line says so"
+    assert plain.count("best, saving") == log.count("| best so far") > 0 and "Saved" not in plain, "the validation's line says so"
 
     # The end is four lines, there and in the log: the results, and commands.
     *_, result, report, use, resume = plain.strip().split("\n")
