@@ -197,6 +197,7 @@ def comparison(before: Measured, after: Measured, tests: list, names: list[str])
     lines = [*aligned(cells, left=2), LEGEND]
     if any(test and test.n < FEWEST for test in tests):
         lines.append(f"Fewer than {FEWEST} items are too few for an error or a verdict.")
+    lines += ["", "Greedy answers:"] * bool(after.answers)
     for (prompt, first), (_, last) in zip(before.answers, after.answers):
         texts = {"prompt": without_control_tokens(prompt), names[0]: first, names[1]: last}
         width = max(map(len, texts)) + 1

@@ -8,6 +8,8 @@ METRIC_TITLES = {"acc": "accuracy", "acc_norm": "accuracy (per character)"}
 # The names of control tokens in a rendered chat.
 CONTROL_TOKENS = re.compile(
     r"(?:(?:<[|｜][^<>]*[|｜]>|</?s>|<[be]os>|\[/?INST\]|<(?:start|end)_of_turn>)\s*)+")
+ROLE = re.compile(r"^(system|user|assistant|model|tool)\n", re.MULTILINE)  # a line before a turn
+ANSWER = re.compile(r"\n(?:assistant|model)\n*$")  # begins after the prompt
 SHARES = re.compile(r"(.*_)?acc(_norm)?|.*(accuracy|exact.match|rouge|bleu).*|[mh]fu\b.*", re.IGNORECASE)
 
 
@@ -43,5 +45,7 @@ def result_text(metric: str, value: Optional[float], stderr: Optional[float] = N
 
 
 def without_control_tokens(prompt: str) -> str:
-    """Return a rendered chat without the names of control tokens."""
-    return CONTROL_TOKENS.sub("\n", prompt).strip("\n")
+    """Return a rendered chat with `user: ` before a turn instead of control tokens; other text as it is."""
+    if (text := CONTROL_TOKENS.sub("\n", prompt)) == prompt:
+        return prompt.strip("\n")
+    return ROLE.sub(r"\1: ", ANSWER.sub("", text).strip("\n"))

@@ -138,9 +138,11 @@ def test_a_failed_run_reports_the_failure_the_last_save_and_the_replay_command(f
 
 
 @pytest.mark.parametrize("recorded, shown", [
-    ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWho is Tim?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "user\nWho is Tim?\nassistant"),
-    ("<s>[INST] Who is Tim? [/INST]", "Who is Tim? "), ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "user\nHi\nmodel"),
-    (" if a < b and c > d | e", " if a < b and c > d | e")])
+    ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWho is Tim?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "user: Who is Tim?"),
+    ("<s>[INST] Who is Tim? [/INST]", "Who is Tim? "), ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "user: Hi"),
+    ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n1!<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n",
+     "system: Be brief.\nuser: 1?\nassistant: 1!\nuser: 2?"),
+    ("user\nof a machine", "user\nof a machine"), (" if a < b and c > d | e", " if a < b and c > d | e")])
 def test_prompts_read_as_words(recorded, shown):
     assert without_control_tokens(recorded) == shown
 
