@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
-from factories import UNMEASURED, prepare, prepared_set, start, tiny_model_folder
+from factories import UNMEASURED, prepare, prepared_set, rehash, start, tiny_model_folder
 
+from checkpoint.store import read_state
 from common.errors import CheckpointError, DataError, SettingsError
 from data_pipeline.prepare import name_set
 from extensions.decide import compare_items
@@ -82,6 +83,17 @@ def test_after_another_preparation_a_run_finds_the_set_that_it_read(tiny_run, pr
     capsys.readouterr()
     call(run.checkpoint(2))
     assert f"warning: {link} is not the set that the run read, which was not found in {tmp_path / 'sets'}" in capsys.readouterr().err
+
+
+def test_a_first_model_with_settings_that_are_refused_now_is_compared(tiny_run, capsys):
+    """A run of an older version may have recorded them."""
+    first, last = (tiny_run(**MEASURED, RUN_NAME=name).trained() for name in ("first", "last"))
+    state = read_state(first.checkpoint(2))
+    state["settings"]["EVAL_TASKS"] = "no form"
+    rehash(first.checkpoint(2), state)
+    capsys.readouterr()
+    call(first.folder, last.folder)
+    assert "difference" in capsys.readouterr().out
 
 
 def test_a_set_of_another_tokenizer_has_another_name_and_is_offered(tiny_run, prepared, tmp_path, capsys):
