@@ -51,7 +51,7 @@ class Guards(Extension):
     """Explains steps that do not count, reports losses that rise, and compares the ranks' weights."""
 
     first_bad: Optional["FirstBad"] = None
-    risen_from: Optional[int] = None  # step of the best loss above which a rise was reported
+    risen_from = (-1, False)  # step of the best loss above which a rise was reported, and if at the end
 
     def run_start(self, run: Run) -> None:
         self.first_bad = FirstBad(run.model) if run.config.debug else None
@@ -103,8 +103,8 @@ class Guards(Extension):
             if first := self.losses.first:  # a few items have no test, but may be worse than before training
                 since = self.losses.compare(first, self.losses.last)
                 run.is_past_best = rise is not None or since.difference > NOT_TRIVIAL * since.a
-            if rise and self.risen_from != best.step:
-                self.risen_from = best.step
+            if rise and self.risen_from != (best.step, run.finished):
+                self.risen_from = (best.step, run.finished)
                 advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
                 training = Curve()
                 for line in read_entries(run.folder / "ledger.jsonl"):
@@ -114,7 +114,7 @@ class Guards(Extension):
                     rates.add(line["step"], line.get("learning_rate", math.nan))
                 rates.add(run.progress.step, learning_rate(run.progress.updates - 1, run.config))
                 why = "The run overfits" if run.finished else "If it keeps rising, the run overfits"
-                if rates.rises_again_since(best.step):
+                if rates.rises_again_since(best.step) and not run.finished:
                     why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. "
                            "The loss usually falls below its best as the rate decays. If it does not")
                 elif not training.falls_since(best.step):

@@ -147,7 +147,9 @@ def cannot_be_allowed(name: str) -> bool:
 
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any, earlier: str) -> str:
     """Return the remedies that work for changed fixed settings, with their values in the checkpoint."""
-    # Restore the settings, or start another run, without or with the checkpoint's weights.
+    recorded = "".join(f" --{name.replace('_', '-')} {getattr(plan.config, name)}" for name in (
+        "training_stage", f"{plan.config.training_stage}_data_path") if name not in plan.sources)
+    # Restore the settings, or start another run, which has no record, perhaps with the checkpoint's weights.
     config, start, named = plan.config, plan.start, plan.config.start_settings
     files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
     settings = assignments({name: value for name, value in before.items() if name not in files})
@@ -157,12 +159,12 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any, ear
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
     if start.is_own and start.setting != "resume" and can_begin:
-        ways.append(f"start a new run with another RUN_NAME{', with --reset-optimizer' if named else ''}")
+        added = " --reset-optimizer" * bool(named) + recorded
+        ways.append(f"start a new run with another RUN_NAME{', with' * bool(added)}{added}")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
         flags = f"--{(named or START_FROM)[0].replace('_', '-')} {start.folder} --reset-optimizer"
-        is_other = start.is_own or start.setting == "resume"
-        ways.append("load only its weights with "
-                    f"{f'--run-name NAME --resume auto {flags}' if is_other else flags}")
+        elsewhere = f"--run-name NAME --resume auto{recorded} " * (start.is_own or start.setting == "resume")
+        ways.append(f"load only its weights with {elsewhere}{flags}")
 
     # Accept the change.
     if fits and not any(map(cannot_be_allowed, before)):

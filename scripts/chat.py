@@ -69,7 +69,8 @@ def parse_args() -> argparse.Namespace:
                         type=number(int, "of at least 16", lambda value: value >= 16),
                         help="maximum tokens in a chat, within the model's own limit (default: %(default)s)")
     answers = parser.add_argument_group("terminal")
-    answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
+    answers.add_argument("--system", default="", metavar="TEXT",
+                         help="system prompt (default: the chat template's, if any)")
     add_sampling_flags(answers)
     answers.add_argument("--max-new-tokens", default=512, metavar="N",
                          type=number(int, "of at least 1", lambda value: value > 0),

@@ -31,7 +31,7 @@ from typing import NamedTuple, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
+from common.errors import CheckpointError, DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
 from common.text import aligned, duration, print_safely, show, status_line  # noqa: E402
 from extensions.report.numbers import (  # noqa: E402
@@ -145,12 +145,14 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
     run = open_model(folder, config, base, context, compared_with)
+    own = None
     with suppress(PaddockError):  # the model may have no tokenizer
-        if compared_with and (difference := load_tokenizer(str(folder)).differing_id(run.inputs.tokenizer)):
-            number, its_token, token = difference
-            context.log.warn(
-                f"warning: {folder} was made for another tokenizer: id {number} is {its_token!r} there and "
-                f"{token!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
+        own = load_tokenizer(str(folder))
+    if own and compared_with and (difference := own.differing_id(run.inputs.tokenizer)):
+        number, its_token, token = difference
+        raise CheckpointError(f"{folder} was made for another tokenizer than {run.config.tokenizer_path}: id "
+                              f"{number} is {its_token!r} there and {token!r} here, so that losses per token "
+                              "cannot be compared; evaluate each alone, and compare bits per byte")
     metrics, rows, scores, answers = {}, [], [], []
     for evaluation in evaluations(run):
         result = evaluation.measure()

@@ -153,7 +153,8 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - = stdin")
     group.add_argument("--chat", action="store_true",
                        help="each --prompt is a user message in one chat; each line of --prompts is a chat")
-    group.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
+    group.add_argument("--system", default="", metavar="TEXT",
+                       help="system prompt (default: the chat template's, if any)")
     group.add_argument("--parse-special", action="store_true",
                        help="names of control tokens in texts to continue mean these tokens; in chats, they "
                             "always stay text")

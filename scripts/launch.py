@@ -327,8 +327,19 @@ class Job:
                 self.store = host_store(listening)
             if self.args.nnodes > 1:
                 self.wait_for_machines()
+        if self.machines:  # the second key is that of parallel/ranks.py, with torch's prefix
+            self.machines.starting = f"ended-{number}", f"paddock-{number}-0/complete"
         logs = open_logs(self.config, self.args.node_rank)
-        return logs.end(*launch(self, number, flags, logs))
+        exits, stopped = launch(self, number, flags, logs)
+        if stopped and self.machines and self.machines.missing is not None:
+            exits, stopped = [self.exit_elsewhere(number, self.machines.missing)], False
+        return logs.end(exits, stopped)
+
+    def exit_elsewhere(self, number: int, node: int) -> RankExit:
+        """Return how a machine ended this start before all ranks joined; of a lost one, `agree` tells."""
+        with suppress(ValueError, TypeError, KeyError):  # of a lost machine, or a stranger
+            return RankExit(*self.machines.states[node][f"ended-{number}"]["cause"])
+        return RankExit(True, time.time(), node * self.ranks, 1, f"node {node} is lost")
 
     def wait_for_machines(self) -> None:
         """Wait until every machine's launcher has connected to the first machine's store."""

@@ -2,6 +2,8 @@
 
 import atexit
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -49,6 +51,8 @@ class Machines(threading.Thread):
         self.texts: list[Optional[bytes]] = [None for _ in self.keys]
         self.heard = [0.0 for _ in self.keys]  # when each text was last seen to change
         self.refused = False  # another launcher is this node
+        self.starting: Optional[tuple[str, str]] = None  # keys: how this start ended; that all ranks joined
+        self.missing: Optional[int] = None  # the machine that ended, or is lost, before all ranks joined
         self.error: Optional[Exception] = None
         self.failing_since = 0.0  # with errors of this type
         self.woken, self.stopped = threading.Event(), False
@@ -88,6 +92,19 @@ class Machines(threading.Thread):
             if text != self.texts[node]:
                 self.states[node] = dict(json.loads(text)[1])
                 self.texts[node], self.heard[node] = text, time.monotonic()
+        if self.starting and self.missing is None:
+            self._watch_start(*self.starting)
+
+    def _watch_start(self, ended: str, joined: str) -> None:
+        """Stop this launcher if another machine's ranks will not join: its ranks would wait for them."""
+        silent = time.monotonic() - SILENT_SECONDS
+        absent = [node for node, state in enumerate(self.states)
+                  if node != self.node and (ended in state or self.heard[node] < silent)]
+        if self.store.check([joined]):
+            self.starting = None
+        elif absent:
+            self.missing = absent[0]
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _register(self) -> None:
         """Become this node, unless another launcher that gives signs of life is it already."""

@@ -27,6 +27,10 @@ set_up() {
     done
     [ ${#missing[@]} -gt 0 ] || { exec 9>&-; return 0; }  # the lock ends here
     names="${missing[*]#*:}" names=${names//,/, }
+    if uses_uv && ! command -v uv > /dev/null; then
+        echo "error: $names must be installed with uv, because PADDOCK_UV is set or $prefix has no pip, but uv is not on the PATH; put it there, and run the same command again" >&2
+        exit 1
+    fi
     echo "Installing $names into $prefix (only once, takes a minute or two) ..."
     wanted=$(for file in "${missing[@]}"; do requirements "$file"; done)
     if grep -q '^torch[<>=]' <<< "$wanted"; then
@@ -133,10 +137,15 @@ make_environment() {
     activate "$1"
 }
 
+# Succeeds if packages are installed with uv: if the user asks for it, or the environment has no pip.
+uses_uv() {
+    [ -n "${PADDOCK_UV:-}" ] || ! { python -c 'import pip'; } 2> /dev/null
+}
+
 install() {
     local quiet=(--quiet)
     [ ! -t 1 ] || quiet=()  # show progress in a terminal
-    if [ -n "${PADDOCK_UV:-}" ] || ! { python -c 'import pip'; } 2> /dev/null; then
+    if uses_uv; then
         run uv pip install ${quiet[@]+"${quiet[@]}"} --python "$(command -v python)" "$@"
     else
         # Without questions, which a background process cannot ask.

@@ -1,7 +1,7 @@
 """Compare runs: settings that differ, results with standard errors, and what seeds or shared items say."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from statistics import fmean, stdev
 from typing import Any, Optional
@@ -61,21 +61,31 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
                 row["cells"]["ab".index(test["better"])]["is_better"] = True
     sentences += [f"{run.name} {run.state()[1]}; it counts as the worst, and is left out of means"
                   for run in runs if has_failed(run)]
-    if len(runs) == 2:
-        sentences += other_checkpoints(runs, max((test["step"] for test in paired), default=math.inf))
+    if len(runs) == 2 and not (configurations or any(map(has_failed, runs))):
+        sentences += ways_to_compare(runs, paired)
     return {"sentences": sentences, "settings": settings, "results": rows, "tests": paired,
             "refused": refused, "configurations": configurations}
 
 
-def other_checkpoints(runs: list[RunReader], tested: float) -> Iterator[str]:
-    """Yield which other checkpoints of two runs may matter than those at the tested step, and a command."""
+def ways_to_compare(runs: list[RunReader], paired: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield commands for two runs whose last or best models the tests do not compare."""
     names, losses = [run.name for run in runs], [run.trends["val_loss"] for run in runs]
+    if differ(runs, "TOKENIZER_PATH"):
+        yield "Their tokenizers differ: only bits per byte of the same text can be compared"
+        return
+    if not paired:
+        yield f"To compare the models on the same items: {PROGRAM} eval {' '.join(names)}"
+    tested = max((test["step"] for test in paired), default=math.inf)
     if longer := [name for name, loss in zip(names, losses) if loss.last and loss.last.step > tested]:
         yield (f"{' and '.join(longer)} went on after step {tested:,}; to compare the last models: "
                f"{PROGRAM} eval {' '.join(names)}")
     if risen := [name for name, loss in zip(names, losses) if loss.last and loss.rise()]:
         yield (f"{' and '.join(risen)} ended above the best validation loss; to compare the best "
                f"checkpoints: {PROGRAM} eval {names[0]}:best {names[1]}:best")
+
+
+def differ(runs: Iterable[RunReader], setting: str) -> bool:
+    return len({run.settings.get(setting) for run in runs}) > 1
 
 
 def choice_name(runs: list[RunReader]) -> str:
@@ -193,7 +203,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 
 def are_unlike(runs: list[RunReader], result: str) -> bool:
     """Return whether two runs have no items in common for a result: a lower loss is not a better one then."""
-    has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
+    has_tokenizers = differ(runs, "TOKENIZER_PATH")
     is_by_data = result.startswith(("val_", "train_")) and not (
         result == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
     evaluation = VALIDATION if is_by_data else result.removesuffix("_norm").removesuffix("_acc")
@@ -218,7 +228,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
             last, title = max(keys[0] & keys[1], default=None), titles.get(name, name)
             a, b = first.get(last), lines.get(last)
             if {items for *_, items in keys[0]}.isdisjoint(items for *_, items in keys[1]):
-                reason = "scored different items"
+                causes = [each for each in ("TOKENIZER_PATH", "MAX_SEQ_LEN") if differ((runs[0], run), each)]
+                reason = f"scored different items{f' (other {causes[0]})' if causes else ''}"
             elif last is None:
                 steps = " and ".join(f"{max(each)[0]:,}" for each in keys)
                 reason = f"did not score the same items at the same step (last at {steps})"

@@ -153,6 +153,20 @@ def test_a_comparison_of_a_run_that_ended_above_its_best_names_the_best_checkpoi
     assert not {"ended above", "went on"} & {*re.findall("ended above|went on", " ".join(comparison(runs[1:] * 2)["sentences"]))}
 
 
+def test_two_runs_without_common_items_are_told_why_and_how_to_compare_them(tmp_path, right):
+    def sentences(**changes) -> list[str]:
+        runs = [write_run(tmp_path / f"{name}{len(changes)}{[*changes]}", {"MAX_STEPS": 10, "TOKENIZER_PATH": "t", "MAX_SEQ_LEN": 8} | settings,
+                          [{"step": 10, "val_loss": 2.5}], scored(10, right[0], items=name)) for name, settings in (("a", {}), ("b", changes))]
+        return comparison(runs)["sentences"]
+
+    found = sentences(MAX_SEQ_LEN=16)
+    assert "scored different items (other MAX_SEQ_LEN), so they are not compared" in found[0]
+    assert found[1].startswith("To compare the models on the same items: ") and " eval a" in found[1] and len(found) == 2
+    found = sentences(TOKENIZER_PATH="u")
+    assert "(other TOKENIZER_PATH)" in found[0] and found[1:] == ["Their tokenizers differ: only bits per byte of the same text can be compared"]
+    assert "scored different items, so" in sentences()[0]
+
+
 def test_a_comparison_before_the_end_of_a_run_says_so(tmp_path, right):
     runs = [write_run(tmp_path / name, {"MAX_STEPS": end, "RUN_NAME": name}, [{"step": step, "val_loss": 2.5} for step in range(5, end + 1, 5)],
                       [{"step": step, "name": "validation", "items": "abc", "n": 16, "loss": (2.5 - step / 100 + np.arange(16) / 100).tolist(), "count": [256] * 16}

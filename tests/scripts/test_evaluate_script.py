@@ -108,6 +108,16 @@ def test_a_set_of_another_tokenizer_has_another_name_and_is_offered(tiny_run, pr
         call(run.folder, other_run.folder)
 
 
+def test_models_of_other_tokens_are_not_compared(tiny_run, prepared, tmp_path):
+    """Also where the ids of the evaluated text are ids of both: the loss would be that of other texts."""
+    text, other = prepared.tokenizer.parent / "text.jsonl", prepare(tmp_path / "other", vocab_size=280).tokenizer
+    large = tiny_run(**MEASURED, RUN_NAME="large", TOKENIZER_PATH=other,
+                     PRETRAIN_DATA_PATH=prepared_set("documents", text, other, tmp_path / "sets")).trained()
+    run = tiny_run(**MEASURED).trained()
+    with pytest.raises(CheckpointError, match="was made for another tokenizer than .* cannot be compared; evaluate each alone, and compare bits per byte"):
+        call(large.folder, run.folder)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("default")

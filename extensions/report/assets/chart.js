@@ -408,7 +408,10 @@ class Chart {
   range(low, high) {
     if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
-    const top = this.isLog ? high : this.usualTop(low);
+    const usual = this.isLog ? high : this.usualTop(low);
+    // Evaluations that are hardly higher are seen, too.
+    const top = Math.max(usual, ...this.slots.filter(({role, line}) => role === "main" && line.sparse)
+      .flatMap(({y}) => y).filter((value) => value !== null && value - low <= 1.5 * (usual - low)));
     this.above = high - low > 1.5 * (top - low) ? high : null;
     high = this.above === null ? high : top;
     const slack = Math.abs(high) > 100 * (high - low) ? Math.abs(high) / 100 : 0;  // of a constant

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -270,6 +271,26 @@ def test_each_machine_names_the_rank_that_failed_on_another(tiny_run):
     cause = "rank 1 was killed by SIGKILL (out of memory? see dmesg)"
     assert f"error: {cause}" in commands[1].last_line() and commands[0].last_line().startswith(f"error: {cause}")
     assert commands[0].last_line().endswith(". Its output is on node 1") and run.lines("events")[-1]["reason"] == cause
+
+
+def never_join():
+    """Called before anything else in a rank: it does not come to where the ranks meet."""
+    time.sleep(10 * PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code", "words"), [
+    (signal.SIGTERM, 143, "Stopped by a signal to node 1."), (signal.SIGKILL, 1, "error: node 1 did not answer for 30 s")])
+def test_a_machine_that_ends_before_its_ranks_join_ends_the_others(sent, code, words, tiny_run):
+    run, port = tiny_run(), free_port()
+    here, other = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+                           f"--master-port={port}", *run.argv(), plant="test_restart:never_join") for node in (0, 1)]
+    children = Path(f"/proc/{other.pid}/task/{other.pid}/children")
+    other.wait_for(lambda: "All 2 machines are here" in other.text() and children.read_text())
+    for pid in [other.pid, *map(int, children.read_text().split())] if sent == signal.SIGKILL else [other.pid]:
+        os.kill(pid, sent)
+    assert other.wait() == (143 if code == 143 else -signal.SIGKILL)
+    assert here.wait() == code and here.last_line().startswith(words), here.text()
 
 
 @pytest.mark.slow
