@@ -71,7 +71,9 @@ def ways_to_compare(runs: list[RunReader], paired: list[dict[str, Any]]) -> Iter
     """Yield commands for two runs whose last or best models the tests do not compare."""
     names, losses = [run.name for run in runs], [run.trends["val_loss"] for run in runs]
     if differ(runs, "TOKENIZER_PATH"):
-        yield "Their tokenizers differ: only bits per byte of the same text can be compared"
+        can = all("val_bits_per_byte" in run.curves for run in runs)
+        what = "only bits per byte of the same text can" if can else "losses per token cannot"
+        yield f"Their tokenizers differ: {what} be compared"
         return
     if not paired:
         yield f"To compare the models on the same items: {PROGRAM} eval {' '.join(names)}"

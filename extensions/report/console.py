@@ -294,10 +294,16 @@ def ending(run: Run, result: str) -> list[str]:
         flags += ["--output-dir", folder.parent]
     if config.resume != "auto":
         flags += ["--resume", "auto"]
+    is_longer = True  # than the run, as long as more passes over the data help
     if progress.step >= config.max_steps:
-        length = "epochs" if config.epochs else "max_steps"
-        twice = 2 * getattr(config, length)
-        flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
+        length, rows = "epochs" if config.epochs else "max_steps", run.inputs.rows
+        longer = 2 * getattr(config, length)
+        if longer and rows.mixing.is_complete:
+            passes = 2 * config.max_steps * config.rows_read / len(rows)
+            longer *= min(1, MOST_PASSES[config.training_stage] / passes)
+        longer = longer if longer < 1 else int(longer)
+        is_longer = longer > getattr(config, length)
+        flags += [f"--{length.replace('_', '-')}", str(longer)]
     script = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
     # Past an optimum, commands use RUN:best, if it is kept.
     is_past = run.is_past_best or (run.finished and progress.step < config.max_steps)
@@ -306,7 +312,7 @@ def ending(run: Run, result: str) -> list[str]:
     target = folder.with_name(f"{folder.name}{store.BEST}") if is_best else folder
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
              "use it": command(script, target)}
-    if not (is_best and run.finished):  # past an optimum, more steps do not help
+    if is_longer and not (is_best and run.finished):  # past an optimum, more steps do not help
         lines["resume"] = how_to_start(run.ranks.world_size, flags)
     dtype = run.model.source.dtype if run.model.source else None
     if dtype not in (None, "float32") and not (config.lora_enabled or config.weight_dtype == "bf16"):

@@ -163,7 +163,7 @@ def test_two_runs_without_common_items_are_told_why_and_how_to_compare_them(tmp_
     assert "scored different items (other MAX_SEQ_LEN), so they are not compared" in found[0]
     assert found[1].startswith("To compare the models on the same items: ") and " eval a" in found[1] and len(found) == 2
     found = sentences(TOKENIZER_PATH="u")
-    assert "(other TOKENIZER_PATH)" in found[0] and found[1:] == ["Their tokenizers differ: only bits per byte of the same text can be compared"]
+    assert "(other TOKENIZER_PATH)" in found[0] and found[1:] == ["Their tokenizers differ: losses per token cannot be compared"]
     assert "scored different items, so" in sentences()[0]
 
 
