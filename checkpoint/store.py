@@ -280,7 +280,6 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
     model (`owner/name`, `owner/name@revision`). For a run, the newest checkpoint that passes the check is
     returned; for RUN:best, the one with the lowest validation loss.
     """
-    # Find the folders with this name.
     folders, run_dir, is_best = [], Path(run_dir), name.endswith(BEST) and not os.path.exists(name)
     name = name.removesuffix(BEST) if is_best else name
     for folder in places(name, run_dir):

@@ -147,10 +147,10 @@ def cannot_be_allowed(name: str) -> bool:
 
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any, earlier: str) -> str:
     """Return the remedies that work for changed fixed settings, with their values in the checkpoint."""
-    recorded = "".join(f" --{name.replace('_', '-')} {getattr(plan.config, name)}" for name in (
-        "training_stage", f"{plan.config.training_stage}_data_path") if name not in plan.sources)
-    # Restore the settings, or start another run, which has no record, perhaps with the checkpoint's weights.
     config, start, named = plan.config, plan.start, plan.config.start_settings
+    # Restore the settings, or start another run, which has no record, perhaps with the checkpoint's weights.
+    added = {name: f" --{name.replace('_', '-')} {getattr(config, name)}" for name in (
+        "training_stage", f"{config.training_stage}_data_path", *named) if name not in plan.sources}
     files = [name for name in before if name.endswith(("_PATH", "_MODEL"))]
     settings = assignments({name: value for name, value in before.items() if name not in files})
     restore = f"restore what {' and '.join(files)} named{f' (perhaps {earlier})' * bool(earlier)}"
@@ -159,14 +159,15 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], plan: Any, ear
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
     if start.is_own and start.setting != "resume" and can_begin:
-        added = " --reset-optimizer" * bool(named) + recorded
-        ways.append(f"start a new run with another RUN_NAME{', with' * bool(added)}{added}")
+        flags = " --reset-optimizer" * bool(named) + "".join(added.values())
+        ways.append(f"start a new run with another RUN_NAME{', with' * bool(flags)}{flags}")
+    elif start.setting in config.start_settings and config.training_stage == "pretrain":
+        ways.append(f"remove {in_env(start.setting, start.named)}, to start from random weights")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
         flags = f"--{(named or START_FROM)[0].replace('_', '-')} {start.folder} --reset-optimizer"
-        elsewhere = f"--run-name NAME --resume auto{recorded} " * (start.is_own or start.setting == "resume")
+        stage = "".join(text for name, text in added.items() if name not in named)
+        elsewhere = f"--run-name NAME --resume auto{stage} " * (start.is_own or start.setting == "resume")
         ways.append(f"load only its weights with {elsewhere}{flags}")
-
-    # Accept the change.
     if fits and not any(map(cannot_be_allowed, before)):
         ways.append(f"accept it with ALLOW_RESUME_MISMATCH={','.join(before)}")
     text = "; or ".join(ways)

@@ -401,8 +401,8 @@ def finish_saving(run: Run) -> None:
         run.saved = checkpoint
     seconds = time.perf_counter() - saving.started
     waited = f"; training stopped for {saving.blocked:.1f} s" if saving.in_background else ""
-    shown = "" if saving.is_best else None  # on a terminal, the line of the validation says it
-    best = " (the best so far)" * saving.is_best
+    # On a terminal, the line of the validation says it.
+    best, shown = (" (the best so far)", "") if saving.is_best else ("", None)
     run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}{best}", shown)
     if not saving.in_background:
         run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)

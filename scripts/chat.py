@@ -5,7 +5,7 @@
 
 For a run, the newest valid checkpoint is used. Adapters are applied to the base model they were trained on. A
 model without chat training continues your text. Without a terminal, each line of stdin is a message, and the
-answers go to stdout. Nothing is written to disk except by /save.
+answers go to stdout, with an empty line between them. Nothing is written to disk except by /save.
 """
 
 import argparse
@@ -143,6 +143,7 @@ class Chat:
                                  args.repetition_penalty, seed)
         self.interactive = sys.stdin.isatty()
         self.in_terminal = self.interactive and sys.stdout.isatty()
+        self.has_answered = False  # elsewhere than in a terminal
         self.has_noted_full = False
         self.commands = {"/retry": self.retry, "/undo": self.undo, "/reset": self.reset,
                          "/system": self.system, "/temperature": self.temperature, "/seed": self.seed,
@@ -222,6 +223,8 @@ class Chat:
                 self.has_noted_full = True
                 note(f"The context of {length:,} tokens is full; the oldest messages are dropped from it.")
             room = length - len(prompt.ids)
+            show_part("\n" * self.has_answered)
+            self.has_answered = not self.in_terminal
             request = Request(prompt.ids, min(self.max_new_tokens, room), self.sampling, prompt.stop_ids)
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
             stream = TextStream(self.model.tokenizer, self.stop, prompt.prefix)

@@ -98,8 +98,11 @@ class Machines(threading.Thread):
     def _watch_start(self, ended: str, joined: str) -> None:
         """Stop this launcher if another machine's ranks will not join: its ranks would wait for them."""
         silent = time.monotonic() - SILENT_SECONDS
-        absent = [node for node, state in enumerate(self.states)
-                  if node != self.node and (ended in state or self.heard[node] < silent)]
+        absent = []
+        for node, state in enumerate(self.states):
+            failed = isinstance(state.get(ended), dict) and state[ended].get("cause")  # --check joins nothing
+            if node != self.node and (failed or ended not in state and self.heard[node] < silent):
+                absent.append(node)
         if self.store.check([joined]):
             self.starting = None
         elif absent:

@@ -107,13 +107,16 @@ def main() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     flags = [] if args.output_dir is None else ["--output-dir", args.output_dir]
-    output = Path(make_plan(flags, complete=False).config.output_dir)
-    settings = sorted((path for path in (*output.glob("*/config.json"), *output.glob("*/*/config.json"))
-                       if not any(path.parent.glob("*.safetensors"))),  # a model, such as runs/NAME/merged
-                      key=os.path.getmtime, reverse=True)
-    folders = [find_run(name, flags) for name in args.run] or [each.parent for each in settings]
+    folders = [find_run(name, flags) for name in args.run]
     if not folders:
-        raise CheckpointError(f"{output} contains no runs; name the folder of a run, or set OUTPUT_DIR")
+        output = Path(make_plan(flags, complete=False).config.output_dir)
+        files = (*output.glob("*/config.json"), *output.glob("*/*/config.json"))
+        # Without models, such as runs/NAME/merged.
+        settings = sorted((path for path in files if not any(path.parent.glob("*.safetensors"))),
+                          key=os.path.getmtime, reverse=True)
+        folders = [each.parent for each in settings]
+        if not folders:
+            raise CheckpointError(f"{output} contains no runs; name the folder of a run, or set OUTPUT_DIR")
     report = Report(folders, is_overview=not args.run)
     report.read()
     if args.figure:

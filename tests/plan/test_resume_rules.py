@@ -163,12 +163,19 @@ def test_every_name_type_shape_and_number_counts(change, tmp_path):
     assert sha256(tmp_path / "one", WEIGHTS) != sha256(tmp_path / "other", WEIGHTS | change)
 
 
-@pytest.mark.parametrize(("sources", "added"), [({}, " --training-stage sft --sft-data-path set"), (dict.fromkeys(("training_stage", "sft_data_path"), "command line"), "")])
+def test_of_a_start_that_is_named_for_another_run_the_name_can_be_removed():
+    before, now = (Config(pretrain_checkpoint="book", optimizer=name) for name in ("muon", "adamw"))
+    with pytest.raises(CheckpointError, match="Set OPTIMIZER=muon; or remove PRETRAIN_CHECKPOINT=book, to start from random weights; or load only"):
+        changes(before, now, is_own=False, named="book", setting="pretrain_checkpoint")
+
+
+@pytest.mark.parametrize(("sources", "added"), [({}, " --training-stage sft --sft-data-path set"), (dict.fromkeys(("training_stage", "sft_data_path", "pretrain_checkpoint"), ".env:1"), "")])
 def test_another_run_is_offered_with_what_only_the_record_says(sources, added):
     """Else `.env` of another stage, or the default stage, would decide."""
     now = Config(training_stage="sft", sft_data_path="set", pretrain_checkpoint="base")
     state = {"settings": now.public(), "identity": identity(now, "before", "tokenizer"), "world_size": 1}
     with pytest.raises(CheckpointError) as error:
         compared(state, now, identity(now, "after", "tokenizer"), sources)
-    assert f"with another RUN_NAME, with --reset-optimizer{added}; or load only" in str(error.value)
+    base = " --pretrain-checkpoint base" * bool(added)
+    assert f"with another RUN_NAME, with --reset-optimizer{added}{base}; or load only" in str(error.value)
     assert f"--run-name NAME --resume auto{added} --pretrain-checkpoint {CHECKPOINT} --reset-optimizer" in str(error.value)

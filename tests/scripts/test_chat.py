@@ -48,7 +48,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     file = tmp_path / "chat.jsonl"
     code, out, err = chat(f"/temperature 1\n/seed 7\nHi\n/retry\n/reset\n/seed 7\nHi\n/undo\n/seed 8\nHi\n/save {file}\n/quit\nHi\n",
                           folder, "--max-new-tokens", 5, "--stop", "\n", "--repetition-penalty", 1.1)
-    first, second, again, undone = out.removesuffix("\n").split("\n")
+    first, second, again, undone = out.removesuffix("\n").split("\n\n")
     assert code == 0 and first == again != second == undone
     assert "next answer: 7." in err and f"Saved to {file}" in err and "\x1b" not in err
     assert chat(f"Hi\n/save {file.with_suffix('')}\n", folder, "--max-new-tokens", 5)[::2] == (

@@ -294,6 +294,20 @@ def test_a_machine_that_ends_before_its_ranks_join_ends_the_others(sent, code, w
 
 
 @pytest.mark.slow
+def test_a_check_on_two_machines_ends_well(tiny_run):
+    """The ranks do not meet, and the second machine ends long before the first."""
+    run, port = tiny_run(), free_port()
+    commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+                        f"--master-port={port}", *run.argv(), "--check", plant="test_restart:check_slowly", planted_in=0) for node in (0, 1)]
+    assert [command.wait() for command in commands] == [0, 0], commands[0].text() + commands[1].text()
+    assert "Ready to train." in commands[0].text()
+
+
+def check_slowly():
+    time.sleep(5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [False, True])
 def test_when_a_machine_is_lost_the_other_says_so_and_ends(signalled, tiny_run):
     run, port = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), free_port()
