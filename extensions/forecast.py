@@ -77,6 +77,7 @@ RECITING_PASSES, RECITING = 8, 1000
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
 NOTED_VALIDATION = 0.1  # of the steps' time
+MUCH_VALIDATION = 0.5
 SAME_MEMORY = 0.08  # another GPU differs by more: one of 80 GB has 80e9 to 85.9e9 bytes
 TIGHT = 0.08  # a smaller share of the memory is too little to leave free, as forecasts are good to 5 %
 # The GPU that a plan assumes by its GB, and the share of its dense bf16 that the run reaches.
@@ -423,6 +424,17 @@ class Check:
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
         if self.plan and self.device and (self.inputs or config.device_memory):
             self.report_speed(config, self.plan)
+            if config.device_memory and config.sharding == "full" and config.world_size > cost.MACHINE:
+                self.compare_with_hybrid(config.model_copy(update={"sharding": "hybrid"}), vocab_size)
+
+    def compare_with_hybrid(self, config: Config, vocab_size: int) -> None:
+        """Name SHARDING=hybrid, which these settings have, if it fits and exchanges less between machines."""
+        exchange = sum(each.seconds for each in cost.exchanged(config, vocab_size))
+        known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
+        room = (1 - TIGHT) * memory_of(config, self.device)[1]
+        if exchange < self.plan.exchange and forecast_memory(config, *known).total <= room:
+            self.line("speed", f"SHARDING=hybrid also fits: communication takes {exchange:.2f} s of a step "
+                               f"instead of {self.plan.exchange:.2f} s")
 
     def report_length(self, plan: StepPlan) -> None:
         """Print the tokens and FLOPs of the run, and warn if the tokens are few or repeated too often.
@@ -530,6 +542,8 @@ class Check:
             if share > NOTED_VALIDATION:
                 longer = span(duration, (steps * each * share for each in seconds))
                 validations = f", and at least {longer} for validation"
+                if share > MUCH_VALIDATION and steps // 3 > self.config.validate_every:
+                    validations += f" (much less with VALIDATE_EVERY={steps // 3})"
             other = "other " * bool(validations)
             self.line("speed", f"{speeds} tokens/s{assumption}: about {times} for {left}{hours}"
                                f"{validations}, not counting {uncounted}{other}evaluation and saving")
@@ -551,6 +565,8 @@ class Check:
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
         forecast = cost.estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
         # The FLOP/s of square matmuls are close to an upper limit for a model.
+        load = os.getloadavg()[0] if self.device.type == "cpu" else 0.0
+        busy = f" beside other programs (load {load:.0f})" * (load > cores() + 1)
         matrix = torch.ones(1024, 1024, device=self.device, dtype=self.dtype)
         matmul_flops = 2 * 1024**3 / min(timed(self.device, lambda: matrix @ matrix) for _ in range(5))
         at_best = plan.computed / config.world_size / matmul_flops
@@ -563,16 +579,17 @@ class Check:
             why = f"the model needs about {forecast / GIB:.1f} GiB, but only {free / GIB:.1f} GiB is free"
         elif (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
             why = f"a micro-batch takes about {seconds:.0f} s"
+            if seconds <= TOO_LONG_SECONDS * config.micro_batch_size:
+                why += " (of MICRO_BATCH_SIZE=1, the speed would be measured)"
         if why:
-            return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls, "
-                                      f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes at "
-                                      f"least about {duration(steps * at_best)}", "warn")
+            least = "" if busy else "at least "
+            return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls{busy}, "
+                                      f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes "
+                                      f"{least}about {duration(steps * at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
-            load = os.getloadavg()[0] if self.device.type == "cpu" else 0.0
-            linear += f" beside other programs (load {load:.0f})" * (load > cores() + 1)
-            line(seconds, linear, "the teacher, " if config.distillation_enabled else "")
+            line(seconds, linear + busy, "the teacher, " if config.distillation_enabled else "")
 
 
 def plan_steps(plan: Plan, config: Config, inputs: Optional[Inputs], vocab_size: int, teacher: Optional[Path]

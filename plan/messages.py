@@ -5,7 +5,7 @@ from typing import Any
 
 from common.text import command, without_passwords
 from config import EXTENSION_SECTIONS, KIND_OF_STAGE, SECTIONS, SETTINGS_OF_EXTENSIONS, Config, on_resume
-from plan.layers import LENGTH, PRESETS_DIR, Layer, Values, exported
+from plan.layers import PRESETS_DIR, Layer, Values, exported
 from plan.names import assignments, misspelled, shortened
 from plan.starts import Start
 
@@ -25,9 +25,8 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
     places: dict[str, list[str]] = {}  # a file may be meant for another stage
     for name, (value, where) in given.items():
         file, _, line = where.rpartition(":")
-        trains = name in LENGTH or on_resume(name) != "safe"
         if (where == "environment" and name != "world_size"  # set by torchrun
-                or trains and line.isdigit() and not file.startswith(str(PRESETS_DIR))):
+                or line.isdigit() and not file.startswith(str(PRESETS_DIR))):
             shown = f"{name.upper()}={shortened(without_passwords(str(value)))}"
             places.setdefault(file or "the environment", []).append(shown)
     yield from (f"From {place}: {', '.join(values)}" for place, values in places.items())

@@ -120,6 +120,24 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
 
 
+def test_sharding_within_a_machine_is_named_where_it_fits_and_is_faster(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def planned(*more: str) -> str:
+        assert train.main(["--preset", "llama3-8b", "--check", "--world-size", "16", *more]) == 0
+        return capsys.readouterr().out
+
+    def slowest(out: str) -> float:
+        return float(re.search(r"speed: ([\d,]+) to", out)[1].replace(",", ""))
+
+    full, hybrid = planned("--device-memory", "80"), planned("--device-memory", "80", "--sharding", "hybrid")
+    found = re.search(r"SHARDING=hybrid also fits: communication takes ([\d.]+) s of a step instead of ([\d.]+) s\n", full)
+    saved = 2**20 / slowest(full) - 2**20 / slowest(hybrid)  # where none of the communication is hidden
+    assert float(found[2]) - float(found[1]) == pytest.approx(saved, abs=0.02) and "also fits" not in hybrid
+    narrow = ("--device-memory", "40", "--micro-batch-size", "1")
+    assert "also fits" not in planned(*narrow), "where hybrid needs 42 GiB"
+
+
 def test_a_ring_takes_the_time_of_the_formula():
     config = validate(read_preset("llama3-8b", "").values)[0].model_copy(update={"sharding": "full", "world_size": 16, "micro_batch_size": 1,
                                                                                 "total_batch_size": 16 * 8192, "max_seq_len": 8192})

@@ -51,6 +51,13 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     assert report(folder, second, "--output", tmp_path / "both.html").stdout.endswith(f"{tmp_path}/both.html\n")
 
 
+def test_the_report_of_a_folder_reads_no_settings(folder, tmp_path):
+    """A running run writes it while `.env` may be edited for the next one."""
+    (tmp_path / ".env").write_text("EPOCS=3\n")
+    assert report(folder, cwd=tmp_path).stdout.endswith(f"{folder}/report.html\n")
+    assert "unknown setting EPOCS" in report(cwd=tmp_path, code=2).stderr
+
+
 @pytest.mark.slow
 def test_a_figure_is_vector_graphics_of_the_width_and_joins_seeds(folder, tmp_path):
     pytest.importorskip("matplotlib")
