@@ -25,7 +25,7 @@ def past_best(checkpoint: Path) -> str:
 
 def better_one(named: str, folder: Path) -> Iterator[str]:
     """Yield a warning if a name means a run's newest checkpoint, and an earlier one is clearly better."""
-    names_a_run = Path(named).name == folder.absolute().parents[1].name
+    names_a_run = Path(named).name == folder.absolute().parent.parent.name
     if names_a_run and (worse := past_best(folder)):
         yield f"{worse}; {named}{BEST} uses that one"
 

@@ -327,8 +327,8 @@ class Job:
                 self.store = host_store(listening)
             if self.args.nnodes > 1:
                 self.wait_for_machines()
-        if self.machines:  # the second key is that of parallel/ranks.py, with torch's prefix
-            self.machines.starting = f"ended-{number}", f"paddock-{number}-0/complete"
+        if self.machines:
+            self.machines.watch_start(f"ended-{number}", f"paddock-{number}-0/complete")
         logs = open_logs(self.config, self.args.node_rank)
         exits, stopped = launch(self, number, flags, logs)
         if stopped and self.machines and self.machines.missing is not None:

@@ -51,7 +51,7 @@ class Machines(threading.Thread):
         self.texts: list[Optional[bytes]] = [None for _ in self.keys]
         self.heard = [0.0 for _ in self.keys]  # when each text was last seen to change
         self.refused = False  # another launcher is this node
-        self.starting: Optional[tuple[str, str]] = None  # keys: how this start ended; that all ranks joined
+        self.starting: Optional[tuple[str, str]] = None  # the keys of `watch_start`
         self.missing: Optional[int] = None  # the machine that ended, or is lost, before all ranks joined
         self.error: Optional[Exception] = None
         self.failing_since = 0.0  # with errors of this type
@@ -92,11 +92,20 @@ class Machines(threading.Thread):
             if text != self.texts[node]:
                 self.states[node] = dict(json.loads(text)[1])
                 self.texts[node], self.heard[node] = text, time.monotonic()
-        if self.starting and self.missing is None:
-            self._watch_start(*self.starting)
+        if self.starting:
+            self._check_start(*self.starting)
 
-    def _watch_start(self, ended: str, joined: str) -> None:
-        """Stop this launcher if another machine's ranks will not join: its ranks would wait for them."""
+    def watch_start(self, ended: str, joined: str) -> None:
+        """Until all ranks have joined, stop this launcher by SIGTERM if another machine's ranks will not: its
+        own would wait for them. `missing` is then that machine.
+
+        Args:
+            ended: the key that a machine publishes at the end of this start.
+            joined: the key of the store that parallel/ranks.py sets, with torch's prefix.
+        """
+        self.missing, self.starting = None, (ended, joined)
+
+    def _check_start(self, ended: str, joined: str) -> None:
         silent = time.monotonic() - SILENT_SECONDS
         absent = []
         for node, state in enumerate(self.states):
@@ -106,7 +115,7 @@ class Machines(threading.Thread):
         if self.store.check([joined]):
             self.starting = None
         elif absent:
-            self.missing = absent[0]
+            self.starting, self.missing = None, absent[0]
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _register(self) -> None:
