@@ -99,7 +99,7 @@ def main(argv: Sequence[str] = (), planned: Planned = None) -> int:
 def train(planned: Planned, argv: Sequence[str]) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
-        with (text.status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"),
+        with (text.status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}".removeprefix("step 0: ")),
               open_run(planned, partial(make_plan, argv, None)) as run):
             reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
             start_writing(run)

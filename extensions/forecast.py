@@ -474,7 +474,7 @@ class Check:
                       if (where := self.planned.sources.get(name))]
             if config.training_stage != "pretrain" and places:  # the number of rows is a better guide
                 remedy = f"remove {' and '.join(places)}, for values that suit the data"
-            self.line("length", f"the run reads the data{source} {passes:,.0f} times, but more than about "
+            self.line("length", f"the run reads the data{source} {passes:,.2f} times, but more than about "
                                 f"{most_passes} passes help little: use more data, or {remedy}", "warn")
         per_target = plan.trained * passes / (config.max_steps * plan.targets)  # of the different targets
         if config.training_stage in ("pretrain", "sft") and passes >= RECITING_PASSES and (

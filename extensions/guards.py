@@ -114,7 +114,7 @@ class Guards(Extension):
                     rates.add(line["step"], line.get("learning_rate", math.nan))
                 rates.add(run.progress.step, learning_rate(run.progress.updates - 1, run.config))
                 why = "The run overfits" if run.finished else "If it keeps rising, the run overfits"
-                if rates.rises_again_since(best.step) and not run.finished:
+                if rates.rises_again_since(best.step) and not run.finished and rates.is_high():
                     why = ("The learning rate has risen since, as MAX_STEPS or LEARNING_RATE was raised. "
                            "The loss usually falls below its best as the rate decays. If it does not")
                 elif not training.falls_since(best.step):

@@ -16,7 +16,6 @@ from parallel.process import choose_waiting, configure_allocator, first_on_machi
 from plan.derived import data_manifests
 from plan.layers import PRESETS_DIR, read_env_file, read_flags
 from plan.make import Plan, make_plan
-from plan.names import or_run
 
 HUGE_NUMEL = 2**24  # float32 numbers in 64 MiB; with fewer in the embedding, huge pages save no time
 Planned = Plan | PaddockError | None  # the result of make_plan on rank 0, or its error; None elsewhere
@@ -71,8 +70,9 @@ def help_text(usage: str) -> str:
 
 def find_run(name: str, argv: Sequence[str] = ()) -> Path:
     """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
-    if not os.path.exists(path := Path(name).expanduser()):
-        path = Path(or_run(name, make_plan(argv, complete=False).config.output_dir))
+    if not Path(path := Path(name).expanduser(), "config.json").exists():  # another folder may have the name
+        run = Path(make_plan(argv, complete=False).config.output_dir, name)
+        path = run if run.is_dir() else path
     if re.fullmatch(r"step-\d+", path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path

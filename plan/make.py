@@ -126,8 +126,9 @@ def make_plan(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = N
                              "set; keep one")
         if "distillation_enabled" not in draft.unused:
             conflicts += messages.without_switch(config, layers, "teacher_model", "distillation_enabled")
-        # Omit conflicts with a setting whose value is invalid.
-        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in draft.invalid) or "(?!)")
+        # Omit conflicts with a setting whose value is invalid, or for which an unknown name may be meant.
+        unset = Config.model_fields.keys() - given.keys() if len(problems) > len(draft.invalid) else ()
+        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in (*draft.invalid, *unset)) or "(?!)")
         problems += [each for each in conflicts if each not in missing and not names.search(each)]
     if problems:
         raise SettingsError(*problems)
@@ -243,7 +244,7 @@ def fill_in(draft: Draft) -> None:
     """Set what is unset, in order of precedence: by DEPTH, the start, the stage, the number of steps."""
     config, given, recorded = draft.config, draft.given, draft.recorded
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
-    by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
+    by_depth = derived.settings_of_depth(config, decided) if "depth" in given and config.depth else {}
     config = config.model_copy(update=by_depth)
 
     by_start = derived.settings_of_start(config, decided, draft.start)  # its row length limits DEPTH's

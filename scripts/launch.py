@@ -359,8 +359,8 @@ class Job:
             raise SettingsError(f"the machines start {', '.join(map(str, counts))} ranks; start as many on "
                                 "each, with --nproc-per-node")
         if node:
-            first, given = self.machines.settings, self.config.model_fields_set
-            ours = self.config.model_dump(mode="json", include=given)
+            first = self.machines.settings
+            ours = self.config.model_dump(mode="json", include={*peek(self.flags)[0]})
             unused = assignments({name: value for name, value in ours.items() if value != first[name]})
             show(f"All {self.args.nnodes} machines are here; the first one decides, and prints the "
                  f"progress.{f' Not used here: {unused}' * bool(unused)}")
@@ -648,7 +648,10 @@ def main() -> None:
     code = ending.cause.code if ending.cause else 0
     if code not in (0, process.EXIT_PREEMPTED):
         written, step = newest_checkpoint(ending.run_folder)
-        saved = written and code in RESTARTED and f"step {step} is saved"
+        saved = ""
+        if written and code in RESTARTED:
+            how = "the same command" if config.run_name else f"--run-name {ending.run_folder.name}"
+            saved = f"step {step} is saved, and {how} resumes"
         words = "; ".join(filter(None, (words, saved)))
         print_safely(f"error: {job.describe(ending, words)}", sys.stderr)
     elif words or args.node_rank:  # rank 0 says it on the first machine

@@ -15,7 +15,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
-from common.text import command, show
+from common.text import command, show, status_line
 from extensions.card import write_merged_card
 from extensions.inference.weights import find_model, merge
 from model_utils import DTYPES
@@ -31,12 +31,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES,
                         help="dtype of the merged weights (default: the base's)")
     args = parser.parse_args()
-    difference = merge(find_model(args.adapter), args.output.expanduser(), args.base,
-                       DTYPES.get(args.dtype), write_merged_card)
-    output = args.output.expanduser()
+    folder, output = find_model(args.adapter), args.output.expanduser()
+    with status_line(lambda: f"merging into {output.name}, and comparing the two"):
+        difference = merge(folder, output, args.base, DTYPES.get(args.dtype), write_merged_card)
     next_step = "chat" if (output / "chat_template.jinja").exists() else "generate"
     show(f"Merged into {args.output}. In float32, its logits differ by at most {difference:.2g} from base "
-         "and adapters; in bf16, where chat and generate use it, a greedy answer can differ.",
+         "and adapters; chat and generate may compute in bf16, where a greedy answer can differ.",
          f"Try it: {command(f'scripts/{next_step}.py', output)}")
 
 

@@ -3,7 +3,6 @@
 For generation, weights are in the compute dtype, packed for a CPU's matmuls, or int8.
 """
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +39,7 @@ from plan.names import assignments
 from run.facts import find_by_hash
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
+MODEL_FILES = ("config.json", model_json.ADAPTERS)
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 PACKED_FOR_ROWS = 8  # the number of rows of x that a packed matrix suits best; others are as fast
 INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
@@ -47,11 +47,14 @@ INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than 
 
 def find_model(name: str) -> Path:
     """Resolve a script's model argument like a setting; print and return the folder."""
-    run_dir = Path("-")
-    if not os.path.exists(Path(name).expanduser()):
+    path, run_dir = Path(name.removesuffix(store.BEST)).expanduser(), Path("-")
+    is_model = any((path / each).exists() for each in (*MODEL_FILES, "checkpoints")) or [*path.glob("step-*")]
+    if not (path.is_file() or is_model):
         loaded = make_plan(complete=False)
         export(loaded)  # HF_TOKEN
         run_dir = Path(loaded.config.output_dir) / "-"
+        if path.is_dir() and (run_dir.with_name(path.name) / "checkpoints").is_dir():  # data of this name
+            name = str(run_dir.with_name(name))
     folder = store.locate(name, run_dir)
     for text in better_one(name, folder):
         store.warn_on_console(text)

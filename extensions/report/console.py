@@ -310,6 +310,8 @@ def ending(run: Run, result: str) -> list[str]:
     is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
     is_best = is_past and is_kept
     target = folder.with_name(f"{folder.name}{store.BEST}") if is_best else folder
+    if config.max_steps and not (is_longer or is_past):
+        result += f"; more than about {MOST_PASSES[config.training_stage]} passes over the data help little"
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
              "use it": command(script, target)}
     if is_longer and not (is_best and run.finished):  # past an optimum, more steps do not help

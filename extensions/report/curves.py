@@ -158,6 +158,11 @@ class Curve:
         until = y[x <= step]
         return len(until) > 0 and bool(until.max() > until[-1] < y[-1])
 
+    def is_high(self) -> bool:
+        """Return whether the newest value is above half of the highest."""
+        _, y = self.known()
+        return bool(y[-1] > y.max() / 2)
+
     def points(self, most: int, first: float = -math.inf, last: float = math.inf) -> Points:
         """Return at most `most` points, of the steps from `first` to `last`.
 

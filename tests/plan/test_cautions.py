@@ -6,7 +6,9 @@ import pytest
 from factories import checkpoint_without_weights, rehash
 
 from checkpoint.store import read_manifest
+from common.errors import CheckpointError
 from extensions.cautions import better_one, cautions, past_best
+from extensions.inference.weights import find_model
 from plan.make import make_plan
 
 NEXT = ["--training-stage", "sft", "--sft-data-path", "set", "--tokenizer-path", "t", "--run-name", "chats"]
@@ -48,3 +50,16 @@ def test_lines_of_env_for_the_stage_before_are_named():
     assert texts("--max-steps", "150", "--optimizer", "adamw")[0].startswith(".env sets TOTAL_BATCH_SIZE=4096 as")
     Path(".env").unlink()
     assert not texts("--max-steps", "150")
+
+
+def test_data_with_the_name_of_a_run_does_not_hide_it():
+    """`prepare` names the run after the data."""
+    save(1, 2.0)
+    newest = save(2, 1.5)
+    Path("book").mkdir()
+    for name in ("book", "book:best", "runs/book", "./runs/book"):
+        assert find_model(name).resolve() == newest.resolve()
+    assert find_model("book").is_relative_to("runs")
+    with pytest.raises(CheckpointError, match="chats is neither"):
+        Path("chats").mkdir()
+        find_model("chats")

@@ -340,12 +340,18 @@ def test_world_size_comes_from_the_launcher():
 
 
 def test_all_errors_in_the_settings_are_reported_together():
-    found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LRR=1\nDIM=100\nPRESET=debgu\n",
+    found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LRR=1\nDIM=100\nN_HEADS=16\nPRESET=debgu\n",
                      config={"sft": {"epoch": 3}, "compile": "perhaps"})
     expected = ["debgu", ".env:1: unknown setting MAX_LRR", "sft: unknown setting epoch", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
                 "run.json: compile: COMPILE=perhaps", "DIM=100"]
     assert len(found) == len(expected)
     assert all(any(words in line for line in found) for words in expected)
+
+
+def test_beside_an_unknown_name_no_conflict_is_named_that_it_may_cause():
+    """DEPTH=2 would make rows of 256 tokens, of which 4,096 are a multiple."""
+    assert problems(env="DEPHT=2\nTOTAL_BATCH_SIZE=4096\n") == [".env:1: unknown setting DEPHT; did you mean DEPTH?"]
+    assert len(problems(env="TOTAL_BATCH_SIZE=4096\n")) == 1 and len(problems("--pretrain-data-paht", "x")) == 1
 
 
 STALE = [{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"},
@@ -497,6 +503,7 @@ def test_the_name_of_a_run_is_its_tokenizer_and_a_preparation_takes_that_of_the_
     assert find_run("book", ["--output-dir", "elsewhere"]) == Path("elsewhere/book") and find_run("book") == Path("runs/book")
     Path("book").touch()
     assert tokenizer("--tokenizer-path", "book") == "book", "a file of this name"
+    assert find_run("book") == Path("runs/book"), "a run's name, as the file is no run"
 
 
 def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
