@@ -3,6 +3,7 @@
 For generation, weights are in the compute dtype, packed for a CPU's matmuls, or int8.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +49,8 @@ INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than 
 def find_model(name: str) -> Path:
     """Resolve a script's model argument like a setting; print and return the folder."""
     path, run_dir = Path(name.removesuffix(store.BEST)).expanduser(), Path("-")
-    is_model = any((path / each).exists() for each in (*MODEL_FILES, "checkpoints")) or [*path.glob("step-*")]
-    if not (path.is_file() or is_model):
+    is_model = any(os.path.exists(path / each) for each in (*MODEL_FILES, "checkpoints"))
+    if not (is_model or path.is_file() or [*path.glob("step-*")]):
         loaded = make_plan(complete=False)
         export(loaded)  # HF_TOKEN
         run_dir = Path(loaded.config.output_dir) / "-"

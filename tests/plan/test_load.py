@@ -339,6 +339,11 @@ def test_world_size_comes_from_the_launcher():
     assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
 
 
+def test_the_sample_is_the_same_beside_an_env_for_a_model_of_a_size():
+    alone, beside = (load("--preset", "sample", env=text).config for text in ("", "DEPTH=2\n"))
+    assert beside == alone
+
+
 def test_all_errors_in_the_settings_are_reported_together():
     found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LRR=1\nDIM=100\nN_HEADS=16\nPRESET=debgu\n",
                      config={"sft": {"epoch": 3}, "compile": "perhaps"})
