@@ -70,7 +70,7 @@ def help_text(usage: str) -> str:
 
 def find_run(name: str, argv: Sequence[str] = ()) -> Path:
     """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
-    if not os.path.exists((path := Path(name).expanduser()) / "config.json"):  # perhaps a folder of data has its name
+    if not os.path.exists((path := Path(name).expanduser()) / "config.json"):  # or it is of data
         run = Path(make_plan(argv, complete=False).config.output_dir, name)
         path = run if run.is_dir() else path
     if re.fullmatch(r"step-\d+", path.name):

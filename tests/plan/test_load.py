@@ -72,7 +72,7 @@ OF_ANOTHER_RUN = """
     START_STEP=7 LORA_ENABLED=true DISTILLATION_ENABLED=true TEACHER_MODEL=mine PRETRAIN_DATA_PATH=mine HELLASWAG_PATH=mine
     HELLASWAG_EXAMPLES=7 EVAL_TASKS=mine:mine TOKENIZER_PATH=mine TOKENIZER_BACKEND=huggingface DOCUMENT_MASK=false
     ROPE_SCALING_FACTOR=8 ROPE_THETA=7 NORM_EPS=0.1 TIE_EMBEDDINGS=false COMPILE=true MIN_LEARNING_RATE=1 ADAM_BETA1=0.1
-    LOSS_SPIKE_POLICY=stop EARLY_STOPPING_PATIENCE=7 DIM=64 N_LAYERS=3 N_HEADS=2 N_KV_HEADS=2 FFN_DIM=352 MODEL_TYPE=qwen2
+    LOSS_SPIKE_POLICY=stop EARLY_STOPPING_PATIENCE=7 DEPTH=2 DIM=64 N_LAYERS=3 N_HEADS=2 N_KV_HEADS=2 FFN_DIM=352 MODEL_TYPE=qwen2
     HEAD_WIDTH=6 SLIDING_WINDOW=7 NO_ROPE_EVERY=2 MAX_SEQ_LEN=64 MICRO_BATCH_SIZE=2 TOTAL_BATCH_SIZE=8192 MAX_STEPS=7
 """.split()
 
@@ -337,11 +337,6 @@ def test_world_size_comes_from_the_launcher():
         "WORLD_SIZE=4, but the launcher started 2 processes; remove it"]
     assert "whole numbers" in problems(environ={**started, "RANK": "one"})[0]
     assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
-
-
-def test_the_sample_is_the_same_beside_an_env_for_a_model_of_a_size():
-    alone, beside = (load("--preset", "sample", env=text).config for text in ("", "DEPTH=2\n"))
-    assert beside == alone
 
 
 def test_all_errors_in_the_settings_are_reported_together():
