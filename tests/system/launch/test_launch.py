@@ -167,8 +167,8 @@ def test_when_one_rank_fails_all_exit_and_the_cause_is_printed(what, moment, ran
     run = tiny_run(ASYNC_SAVE=what == "exception")
     with planted(run, what, moment, rank) as command:
         assert command.wait() == 1, command.text()
-    text, saved = command.text(), re.search(r"; step \d is saved", command.last_line())
-    assert saved and saved[0] == "; step 2 is saved" or (what, moment) != ("SIGKILL", "step")
+    text, saved = command.text(), re.search(r"; step \d is saved, and the same command resumes", command.last_line())
+    assert saved and saved[0] == "; step 2 is saved, and the same command resumes" or (what, moment) != ("SIGKILL", "step")
     cause = command.last_line().replace(saved[0] if saved else "", "")
     if what == "exception":
         assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. Each rank's output ")
