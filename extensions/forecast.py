@@ -473,7 +473,7 @@ class Check:
             places = [f"{name.upper()} ({where})" for name in ("max_steps", "epochs", "total_batch_size")
                       if (where := self.planned.sources.get(name))]
             if config.training_stage != "pretrain" and places:  # the number of rows is a better guide
-                remedy = f"remove {' and '.join(places)}, for values that suit the data"
+                remedy = f"remove {' and '.join(places)} to use values that suit the data"
             self.line("length", f"the run reads the data{source} {passes:,.2f} times, but more than about "
                                 f"{most_passes} passes help little: use more data, or {remedy}", "warn")
         per_target = plan.trained * passes / (config.max_steps * plan.targets)  # of the different targets
@@ -580,7 +580,7 @@ class Check:
         elif (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
             why = f"a micro-batch takes about {seconds:.0f} s"
             if seconds <= TOO_LONG_SECONDS * config.micro_batch_size:
-                why += " (of MICRO_BATCH_SIZE=1, the speed would be measured)"
+                why += " (with MICRO_BATCH_SIZE=1, the speed would be measured)"
         if why:
             least = "" if busy else "at least "
             return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls{busy}, "

@@ -259,14 +259,14 @@ class Chat:
 
     def retry(self, _: str) -> None:
         if not self.conversation.turns:
-            raise SettingsError("there is no message to answer again")
+            raise SettingsError("there is no message to retry")
         turn = self.conversation.turns[-1]
         turn.answer, turn.is_complete = "", False
         self.answer()
 
     def undo(self, _: str) -> None:
         if not self.conversation.turns:
-            raise SettingsError("there is no message to remove")
+            raise SettingsError("there is no message to undo")
         note(f"Removed: {textwrap.shorten(self.conversation.turns.pop().user_text, 60)}")
 
     def reset(self, _: str) -> None:

@@ -150,7 +150,7 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
         own = load_tokenizer(str(folder))
     if own and compared_with and (difference := own.differing_id(run.inputs.tokenizer)):
         number, its_token, token = difference
-        raise CheckpointError(f"{folder} was made for another tokenizer than {run.config.tokenizer_path}: id "
+        raise CheckpointError(f"{folder} uses another tokenizer than {run.config.tokenizer_path}: id "
                               f"{number} is {its_token!r} there and {token!r} here, so that losses per token "
                               "cannot be compared; evaluate each alone, and compare bits per byte")
     metrics, rows, scores, answers = {}, [], [], []

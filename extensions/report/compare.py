@@ -75,11 +75,11 @@ def ways_to_compare(runs: list[RunReader], paired: list[dict[str, Any]]) -> Iter
         what = "only bits per byte of the same text can" if can else "losses per token cannot"
         yield f"Their tokenizers differ: {what} be compared"
         return
-    if not paired:
+    if are_unlike(runs, "val_loss"):
         yield f"To compare the models on the same items: {PROGRAM} eval {' '.join(names)}"
     tested = max((test["step"] for test in paired), default=math.inf)
     if longer := [name for name, loss in zip(names, losses) if loss.last and loss.last.step > tested]:
-        yield (f"{' and '.join(longer)} went on after step {tested:,}; to compare the last models: "
+        yield (f"{' and '.join(longer)} trained further than step {tested:,}; to compare the last models: "
                f"{PROGRAM} eval {' '.join(names)}")
     if risen := [name for name, loss in zip(names, losses) if loss.last and loss.rise()]:
         yield (f"{' and '.join(risen)} ended above the best validation loss; to compare the best "
@@ -231,7 +231,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
             a, b = first.get(last), lines.get(last)
             if {items for *_, items in keys[0]}.isdisjoint(items for *_, items in keys[1]):
                 causes = [each for each in ("TOKENIZER_PATH", "MAX_SEQ_LEN") if differ((runs[0], run), each)]
-                reason = f"scored different items{f' (other {causes[0]})' if causes else ''}"
+                reason = f"scored different items{f', as {causes[0]} differs' if causes else ''}"
             elif last is None:
                 steps = " and ".join(f"{max(each)[0]:,}" for each in keys)
                 reason = f"did not score the same items at the same step (last at {steps})"

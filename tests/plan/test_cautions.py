@@ -1,4 +1,4 @@
-"""What a user may not expect of the model that a run or a command starts from."""
+"""Warnings about the model that a run or a command starts from."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_name_of_a_run_past_its_best_names_the_best_one():
     save(1, 2.0), save(2, 3.0, "other items")
     newest = save(3, 2.03)
     assert [*better_one("runs/book", newest)] == [
-        f"{newest} has a validation loss of 2.030, but step-00000001 one of 2.000; runs/book:best uses that one"]
+        f"{newest} has a validation loss of 2.030, and step-00000001 has 2.000. To use that checkpoint, name runs/book:best"]
     assert not [*better_one(str(newest), newest)], "whoever names a step means it"
     assert not [*better_one("book:best", newest)] and not past_best(newest.with_name("step-00000001"))
     for loss in (2.01, 1.9, None):
@@ -45,9 +45,9 @@ def test_lines_of_env_for_the_stage_before_are_named():
     def texts(*flags: str) -> list[str]:
         return [*cautions(make_plan([*NEXT, "--pretrain-checkpoint", str(base), *flags], {}))]
 
-    assert texts() == [".env sets MAX_STEPS=150, TOTAL_BATCH_SIZE=4096, OPTIMIZER=muon as for pretrain; "
-                       "without these lines, sft chooses what suits its data"]
-    assert texts("--max-steps", "150", "--optimizer", "adamw")[0].startswith(".env sets TOTAL_BATCH_SIZE=4096 as")
+    assert texts() == [".env still sets MAX_STEPS=150, TOTAL_BATCH_SIZE=4096, OPTIMIZER=muon from pretrain; "
+                       "without these lines, sft uses values that suit its data"]
+    assert texts("--max-steps", "150", "--optimizer", "adamw")[0].startswith(".env still sets TOTAL_BATCH_SIZE=4096 from")
     Path(".env").unlink()
     assert not texts("--max-steps", "150")
 

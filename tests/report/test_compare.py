@@ -94,7 +94,7 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert loss["sentence"].startswith("validation loss at step 10: of these two models, b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
     assert found["sentences"] == [loss["sentence"], accuracy["sentence"], ONE_SEED,
-                                  f"a went on after step 10; to compare the last models: {PROGRAM} eval a b"]
+                                  f"a trained further than step 10; to compare the last models: {PROGRAM} eval a b"]
     marked = [row["name"] for row in found["results"] if any(cell and cell.get("is_better") for cell in row["cells"])]
     assert marked == ["validation loss at step 10", "stories accuracy at step 10"], "bold only where a test says so"
 
@@ -150,7 +150,7 @@ def test_a_comparison_of_a_run_that_ended_above_its_best_names_the_best_checkpoi
                        for step, shift in ((5, 0.0), (10, last))]) for name, last in (("a", 0.9), ("b", -0.1))]
     last = comparison(runs)["sentences"][-1]
     assert last.startswith("a ended above the best validation loss; to compare the best checkpoints: ") and last.endswith(" eval a:best b:best")
-    assert not {"ended above", "went on"} & {*re.findall("ended above|went on", " ".join(comparison(runs[1:] * 2)["sentences"]))}
+    assert not {"ended above", "trained further"} & {*re.findall("ended above|trained further", " ".join(comparison(runs[1:] * 2)["sentences"]))}
 
 
 def test_two_runs_without_common_items_are_told_why_and_how_to_compare_them(tmp_path, right):
@@ -160,10 +160,10 @@ def test_two_runs_without_common_items_are_told_why_and_how_to_compare_them(tmp_
         return comparison(runs)["sentences"]
 
     found = sentences(MAX_SEQ_LEN=16)
-    assert "scored different items (other MAX_SEQ_LEN), so they are not compared" in found[0]
+    assert "scored different items, as MAX_SEQ_LEN differs, so they are not compared" in found[0]
     assert found[1].startswith("To compare the models on the same items: ") and " eval a" in found[1] and len(found) == 2
     found = sentences(TOKENIZER_PATH="u")
-    assert "(other TOKENIZER_PATH)" in found[0] and found[1:] == ["Their tokenizers differ: losses per token cannot be compared"]
+    assert "as TOKENIZER_PATH differs" in found[0] and found[1:] == ["Their tokenizers differ: losses per token cannot be compared"]
     assert "scored different items, so" in sentences()[0]
 
 
@@ -171,7 +171,7 @@ def test_a_comparison_before_the_end_of_a_run_says_so(tmp_path, right):
     runs = [write_run(tmp_path / name, {"MAX_STEPS": end, "RUN_NAME": name}, [{"step": step, "val_loss": 2.5} for step in range(5, end + 1, 5)],
                       [{"step": step, "name": "validation", "items": "abc", "n": 16, "loss": (2.5 - step / 100 + np.arange(16) / 100).tolist(), "count": [256] * 16}
                        for step in range(5, end + 1, 5)]) for name, end in (("a", 10), ("b", 15))]
-    assert comparison(runs)["sentences"][-1].startswith("b went on after step 10; to compare the last models: ")
+    assert comparison(runs)["sentences"][-1].startswith("b trained further than step 10; to compare the last models: ")
     assert comparison(runs)["sentences"][-1].endswith(" eval a b")
 
 

@@ -114,7 +114,7 @@ def test_models_of_other_tokens_are_not_compared(tiny_run, prepared, tmp_path):
     large = tiny_run(**MEASURED, RUN_NAME="large", TOKENIZER_PATH=other,
                      PRETRAIN_DATA_PATH=prepared_set("documents", text, other, tmp_path / "sets")).trained()
     run = tiny_run(**MEASURED).trained()
-    with pytest.raises(CheckpointError, match="was made for another tokenizer than .* cannot be compared; evaluate each alone, and compare bits per byte"):
+    with pytest.raises(CheckpointError, match="uses another tokenizer than .* cannot be compared; evaluate each alone, and compare bits per byte"):
         call(large.folder, run.folder)
 
 

@@ -409,7 +409,7 @@ class Chart {
     if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
     const usual = this.isLog ? high : this.usualTop(low);
-    // Evaluations that are hardly higher are seen, too.
+    // Include evaluations that are only slightly higher.
     const top = Math.max(usual, ...this.slots.filter(({role, line}) => role === "main" && line.sparse)
       .flatMap(({y}) => y).filter((value) => value !== null && value - low <= 1.5 * (usual - low)));
     this.above = high - low > 1.5 * (top - low) ? high : null;
